@@ -277,6 +277,21 @@ def test_no_file_is_a_drawer_for_odds_and_ends() -> None:
     assert not [p for p in _repository_files() if p.stem in ("utils", "util", "helpers", "helper", "common", "misc")]
 
 
+def test_no_test_module_is_imported_by_another() -> None:
+    """What several of them use is in tests/support, or in a conftest.py: a test module can then be moved, split and renamed alone."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts]
+    modules = {path.stem for path in files if path.stem.startswith("test_")}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name.rpartition(".")[2] in modules - {path.stem}
+    ]
+    assert not wrong
+
+
 def _prepares_in_function(path: Path) -> Iterator[str]:
     """Places where a function has msgspec prepare a type: `decode(..., type=T)`, `Decoder(T)`, or `convert(..., T)` without a decoder."""
     tree = ast.parse(path.read_text())

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from chat_codecs import codec_of
 from click.testing import CliRunner
 from one_thread import Images, SteppedRun, resumed
-from test_conversation import codec_of
-from test_episodes import shout
-from test_repetition import host, played, row_of, same, start_of, stopped_row
-from test_resume import spec_of
+from played_episodes import SPEC, begun, host, played, row_of, same, shout, stopped_row, whole
+from resumed_runs import fake_cluster
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, by_conversation, flow, gigpo, steps
 from m2flow.agents.conversation import Conversation
-from m2flow.agents.episodes import EpisodeStart, EventLoop, Transcript
+from m2flow.agents.episodes import EventLoop, Transcript
 from m2flow.cli.main import cli
 from m2flow.engines.contract import Language
 from m2flow.engines.registry import EngineInfo, engines
@@ -31,7 +30,7 @@ from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Message, Segment, sequences_of
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import RolloutSpec, RunSettings
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
 from m2flow.testing.world import run_eager, run_planned
@@ -39,27 +38,6 @@ from m2flow.viewer.sample_pages import sample_page
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
-
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), functions=FunctionSpec())
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop()
-    yield made
-    made.close()
-
-
-def begun(index: int, played: object, stopped: Transcript | None = None, bounds: Bounds | None = None) -> EpisodeStart:
-    start = start_of(index, played, stopped)  # type: ignore[arg-type]
-    return EpisodeStart(start.request, start.agent, start.row, bounds or Bounds(8, max_conversations=6), stopped)
-
-
-def whole(loop: EventLoop, index: int, agent: object, bounds: Bounds | None = None) -> Batch:
-    episodes = host(loop)
-    episodes.begin([begun(index, agent, bounds=bounds)])
-    (made,) = played(episodes).values()
-    return row_of(made)
 
 
 def record_of(row: Batch) -> dict[str, object]:
@@ -369,7 +347,7 @@ def test_stale_conversations_that_are_stopped_and_go_on_with_newer_weights_are_g
     num_mixed = 0
     for number in (1, 3, 5):  # How many are stopped between two versions of the weights depends on time; of three runs, more than two.
         rollout = RolloutSpec(engine="fake", workers=3, max_running=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
-        spec, options = spec_of("split").model_copy(update={"rollout": rollout}), {"num_steps": 4, "staleness": 2}
+        spec, options = fake_cluster("split").model_copy(update={"rollout": rollout}), {"num_steps": 4, "staleness": 2}
         planned = run_planned(self_play, options, spec, seed=number, order_seed=number)
         assert not planned.error
         num_mixed += sum(len({version_span.version for version_span in one.version_spans}) > 1 for one in planned.decisions.values())
@@ -395,13 +373,13 @@ def often_silent() -> None:
 
 
 def test_stale_episodes_in_which_the_model_never_spoke_are_given_again_by_eager():
-    planned = run_planned(often_silent, {}, spec_of("split"))
+    planned = run_planned(often_silent, {}, fake_cluster("split"))
     assert any(not one.version_spans for one in planned.decisions.values())
-    assert difference_of(planned, run_eager(often_silent, {}, spec_of("split"), decisions=planned.decisions)) is None
+    assert difference_of(planned, run_eager(often_silent, {}, fake_cluster("split"), decisions=planned.decisions)) is None
 
 
 def test_a_run_of_several_conversations_that_is_killed_and_resumed_at_any_commit_gives_the_same(tmp_path):
-    spec, settings = spec_of("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
+    spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
     images = Images(tmp_path / "images")
     images.run = SteppedRun(self_play, {}, spec, settings, hook=images.take)
     expected = images.run.execute()
@@ -444,7 +422,7 @@ def test_of_rows_with_one_sequence_each_none_is_cut(loop):
 
 
 def test_samples_read_as_separate_conversations_in_the_terminal_and_in_the_viewer(tmp_path):
-    spec, settings = spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs"))
+    spec, settings = fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs"))
     run = SteppedRun(self_play, {"num_steps": 1, "batch": 1, "n": 2}, spec, settings)
     run.execute()
     shown = CliRunner().invoke(cli, ["samples", str(run.run_dir), "--limit", "1", "--where", "ending = 'consumed'"])
@@ -482,7 +460,7 @@ def forked() -> None:
 
 
 def test_the_viewer_tells_what_a_fork_goes_on_from_from_what_is_its_own(tmp_path):
-    run = SteppedRun(forked, {}, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run = SteppedRun(forked, {}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
     run.execute()
     with SampleQuery(run.run_dir) as query:
         entry = next(iter(query.entries("")))

@@ -2,67 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
+from played_episodes import SPEC, wanderer
 
-from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, gigpo, steps, tool
+from m2flow import Dataset, Policy, flow, gigpo, steps
 from m2flow.errors import StateLost
 from m2flow.recipe import AdamW
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, scheduled
 from m2flow.testing.world import run_eager, run_planned
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
-
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), functions=FunctionSpec())
-
-
-@tool(replay="pure")
-async def shout(text: str, wait: float = 0.0) -> str:
-    """Say it louder."""
-    await asyncio.sleep(wait)
-    return text.upper()
-
-
-@tool(replay="pure", timeout_s=0.02)
-async def sleepy(text: str) -> str:
-    """Never come to an end."""
-    await asyncio.sleep(30)
-    return text
-
-
-@tool(replay="pure")
-def broken(text: str) -> str:
-    """Raise."""
-    raise ValueError(f"no {text[:3]}")
-
-
-@agent
-async def wanderer(chat: Chat, row: Sample) -> float:
-    """Do something else after each turn, as what the model said decides."""
-    turn = await chat.say(str(row.prompt), tools=[shout, sleepy, broken], max_tokens=12)
-    for _ in range(4):
-        what = sum(map(ord, turn.text)) % 9
-        if what == 0:
-            break
-        if what == 1:
-            turn = await chat.say(f"again {chat.rng.random():.3f}", max_tokens=6)
-        elif what == 2:
-            calls = [ToolCall("shout", {"text": turn.text[:2], "wait": 0.002 * at}) for at in range(3)]
-            turn = await chat.reply(calls, max_tokens=9)
-        elif what == 3:
-            turn = await chat.reply([ToolCall("sleepy", {"text": ""}), ToolCall("broken", {"text": turn.text})], max_tokens=9)
-        elif what == 4:
-            raise ValueError("the agent gives up")
-        elif what == 5:
-            turn = await chat.reply([ToolCall("missing", {}), ToolCall("shout", {"wrong": 1})], max_tokens=5)
-        else:
-            await asyncio.sleep(0.001)
-            turn = await chat.say("go on", max_tokens=4)
-    return len(turn.text) / 10 + chat.num_turns
 
 
 def task(rng: random.Random) -> dict[str, str]:

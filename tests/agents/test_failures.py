@@ -10,8 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from test_episodes import SPEC
-from test_repetition import host, loop, played, start_of
+from played_episodes import SPEC, host, played, start_of
 
 from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, tool
 from m2flow.agents.episodes import EpisodeStart, EventLoop
@@ -26,8 +25,6 @@ from m2flow.testing.world import run_eager, run_planned
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
-
-__all__ = ["loop"]
 
 
 @tool(replay="pure", timeout_s=0.02)

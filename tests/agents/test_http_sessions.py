@@ -6,29 +6,26 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from test_conversation import codec_of
-from test_conversations import SPEC, whole
-from test_repetition import host, played, row_of, start_of, stopped_row
+from played_episodes import SPEC, host, played, row_of, start_of, stopped_row, whole
+from scripted_model import CALL, Script, chat_of
 from tiny_models import byte_tokenizer
 
 from m2flow import Chat, Dataset, Policy, Sample, agent, endpoint, flow, steps, tool
-from m2flow.agents.chat import Asked, Known, Reply, Resources, Table
-from m2flow.agents.conversation import Conversation
+from m2flow.agents.chat import Asked, Reply
 from m2flow.agents.episodes import EpisodeStart, EventLoop
 from m2flow.agents.http_sessions import Endpoint, _Server, shared_endpoint
-from m2flow.agents.tools import EpisodeFailed, Outcome, ToolCall
+from m2flow.agents.tools import EpisodeFailed
 from m2flow.engines.contract import Language
 from m2flow.engines.models.model_files import TextCodec
 from m2flow.recipe import AdamW, ChatTemplate
 from m2flow.recipe import Episodes as Bounds
-from m2flow.samples import Finish
 from m2flow.testing.world import run_eager, run_planned
 
 pytest_plugins = ["small_runs"]
@@ -41,46 +38,7 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]},
     },
 }
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ASKS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}]
-
-
-class Script:
-    """A model that says what it is told, one text a turn and conversation, and notes what it was asked."""
-
-    threads = ThreadPoolExecutor(1)
-    lost_resources = False
-
-    def __init__(self, language: Language, texts: Sequence[str], delay_s: float = 0.0) -> None:
-        self.language, self.texts, self.delay_s = language, list(texts), delay_s
-        self.asked: list[Asked] = []
-
-    async def turn(self, asked: Asked) -> Reply:
-        at = sum(one.name == asked.name for one in self.asked)
-        self.asked.append(asked)
-        await asyncio.sleep(self.delay_s)
-        text = self.texts[min(at, len(self.texts) - 1)]
-        ids = [*self.language.encode_target(text), min(self.language.eos_ids)]
-        cut = len(ids) > asked.max_new_tokens
-        return Reply(ids[: asked.max_new_tokens], text, Finish.LENGTH if cut else Finish.STOP)
-
-    def known(self, key: str) -> Known | None:
-        return None
-
-    async def began(self, key: str, call: ToolCall, *, has_effects: bool, opens: bool) -> None: ...
-
-    async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def language(tmp_path_factory: pytest.TempPathFactory) -> Language:
-    return codec_of(tmp_path_factory.mktemp("chatml"), "Qwen2.5")
-
-
-def chat_of(script: Script, *, max_turns: int = 8, max_conversations: int = 8, max_tokens: int = 4000) -> Chat:
-    resources = Resources(contextlib.AsyncExitStack())
-    table = Table(script, resources, 7, max_tokens, max_turns, max_conversations, (), lambda by: Conversation(script.language))
-    return Chat(table, table.make(""), "main")
 
 
 Work = Callable[[Endpoint, httpx.AsyncClient], Awaitable[Any]]
@@ -863,13 +821,6 @@ def speaker(path: str = "/chat/completions") -> Callable[..., Any]:
             return await elsewhere(server.base_url, str(row.prompt))
 
     return speaks
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop()
-    yield made
-    made.close()
 
 
 def test_an_episode_by_http_that_was_stopped_goes_on_to_the_same_tokens(loop: EventLoop) -> None:

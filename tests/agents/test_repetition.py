@@ -8,77 +8,29 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 from one_thread import Images, SteppedRun, commit_every, resumed
-from test_episodes import shout, wanderer
-from test_resume import spec_of
+from played_episodes import host, played, row_of, same, shout, start_of, stopped_row, wanderer
+from resumed_runs import fake_cluster
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
-from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow.agents.episodes import Transcript
+from m2flow.engines.contract import Generated
 from m2flow.errors import StateLost
 from m2flow.macro.replay import CallRecord
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.records.ledger import Ledger
 from m2flow.micro.records.resume import Resumption
 from m2flow.micro.records.segments import Kind, SegmentWriter
-from m2flow.recipe import AdamW, Model, Sampling
-from m2flow.recipe import Episodes as Bounds
-from m2flow.samples import Batch, Ragged, SampleId, Segment
+from m2flow.recipe import AdamW
+from m2flow.samples import Segment
 from m2flow.spec import RunSettings
-from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, scheduled
 from m2flow.testing.world import run_eager, run_planned
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop()
-    yield made
-    made.close()
-
-
-def host(loop: EventLoop) -> Episodes:
-    engine = FakeRollout(Model("fake"), EngineSettings())
-    engine.start()
-    return Episodes(engine, loop)
-
-
-def start_of(index: int, played: Callable[..., object], stopped: Transcript | None = None) -> EpisodeStart:
-    row = Batch(np.array([index], np.int64), {"prompt": Ragged.texts([f"{index * 37}?"])})
-    request = Request(SampleId(0, 0, index).pack(), "", 1000 + index, Sampling(120))
-    return EpisodeStart(request, lambda: played, next(row.rows()), Bounds(8), stopped)
-
-
-def row_of(made: Generated) -> Batch:
-    call = type("Call", (), {"options": {"sampling": Sampling(120)}})()
-    prompts = Batch(np.array([made.id], np.int64), {"prompt": Ragged.texts(["?"])})
-    return call_semantics.responses([call], [made], prompts, {made.id: 1})
-
-
-def stopped_row(made: Generated) -> Transcript:
-    """What another worker reads from the row of a stopped episode."""
-    return Transcript.of(row_of(made), 0)
-
-
-def played(episodes: Episodes, seconds: float = 20.0) -> dict[int, Generated]:
-    found = {}
-    while episodes.num_unfinished:
-        found.update({made.id: made for made in episodes.step()})
-    return found
-
-
-def same(one: Generated, other: Generated) -> bool:
-    arrays = ("prompt_tokens", "tokens", "logprobs", "versions", "kv_stale")
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays) and (
-        (one.segments, one.finish, one.text, repr(one.columns)) == (other.segments, other.finish, other.text, repr(other.columns))
-    )
 
 
 NUM = 12
@@ -193,7 +145,7 @@ def test_a_tool_with_effects_never_runs_twice_whatever_dies(tmp_path, monkeypatc
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits where it must"])
 def test_a_tool_with_effects_never_runs_twice_whenever_a_run_is_killed_and_resumed(tmp_path, monkeypatch, seconds):
     commit_every(monkeypatch, seconds)
-    spec, settings = spec_of("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
+    spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
     images, paid = Images(tmp_path / "images"), [tmp_path / "paid"]
     before: list[list[str]] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 from one_thread import Images, SteppedRun, resumed
-from test_repetition import row_of, same, start_of, stopped_row
-from test_resume import spec_of
+from played_episodes import row_of, same, start_of, stopped_row
+from resumed_runs import fake_cluster
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -131,7 +131,7 @@ def test_stale_episodes_that_are_stopped_go_on_with_other_weights_of_each_speake
 
 
 def test_the_viewer_says_of_each_run_of_tokens_who_said_it_and_by_whom_it_is_trained(tmp_path):
-    run = SteppedRun(contest, {"num_steps": 1, "n": 2}, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run = SteppedRun(contest, {"num_steps": 1, "n": 2}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
     run.execute()
     with SampleQuery(run.run_dir) as query:
         ids = [entry.sample for entry in query.entries("ending = 'consumed'") if len(entry.conversations) == 3]
@@ -151,7 +151,7 @@ def test_the_viewer_says_of_each_run_of_tokens_who_said_it_and_by_whom_it_is_tra
 
 
 def test_the_viewer_decodes_what_each_said_with_its_own_tokenizer(tmp_path):
-    run = SteppedRun(contest, {"num_steps": 1, "n": 2}, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run = SteppedRun(contest, {"num_steps": 1, "n": 2}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
     run.execute()
     with SampleQuery(run.run_dir) as query:
         entry = next(entry for entry in query.entries("ending = 'consumed'") if len(entry.conversations) == 3)
@@ -186,7 +186,7 @@ def test_the_viewer_decodes_what_each_said_with_its_own_tokenizer(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_several_speakers_that_is_killed_and_resumed_at_any_commit_gives_the_same(tmp_path):
-    spec, settings = spec_of("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
+    spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
     images = Images(tmp_path / "images")
     images.run = SteppedRun(contest, {"alone": 1, "n": 2}, spec, settings, hook=images.take)
     expected = images.run.execute()
@@ -197,13 +197,6 @@ def test_a_run_of_several_speakers_that_is_killed_and_resumed_at_any_commit_give
 
 
 # ---- what an episode's row has of each, and what is taken out of it
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop()
-    yield made
-    made.close()
 
 
 VERSIONS = {"policy": 3, "rival": 5, "judge": 7}

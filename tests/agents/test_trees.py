@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from one_thread import Images, SteppedRun, commit_every, resumed
-from test_repetition import host, row_of, same, start_of, stopped_row
-from test_resume import spec_of
+from played_episodes import host, row_of, same, start_of, stopped_row
+from resumed_runs import fake_cluster
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, concat, flow, log, steps, tool
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
+from m2flow.agents.episodes import Episodes, EpisodeStart
 from m2flow.engines.contract import Generated
 from m2flow.errors import M2FlowError, StateLost, TraceError
 from m2flow.macro.ops import EpisodeRows
@@ -264,7 +264,7 @@ def test_episodes_in_which_the_model_never_spoke_are_played_again_by_branches_at
 
 
 def test_the_viewer_tells_turns_of_a_branch_from_those_of_the_episode_that_it_is_a_branch_of(tmp_path):
-    run = SteppedRun(trees, SMALL, spec_of("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run = SteppedRun(trees, SMALL, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
     run.execute()
     num_shared = 0
     with SampleQuery(run.run_dir) as query:
@@ -331,13 +331,6 @@ def played_on(episodes: Episodes) -> dict[int, Generated]:
     return found
 
 
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop()
-    yield made
-    made.close()
-
-
 @pytest.mark.timeout(0)
 def test_a_planned_run_of_trees_equals_the_eager_one_whatever_dies(request):
     for number in range(30 if request.config.getoption("--long") else 2):
@@ -352,7 +345,7 @@ def test_a_planned_run_of_trees_equals_the_eager_one_whatever_dies(request):
 @pytest.mark.slow
 def test_a_run_of_trees_that_is_killed_at_any_time_and_resumed_has_the_same_answer(tmp_path, monkeypatch):
     commit_every(monkeypatch, 0.0)
-    spec, settings = spec_of("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
+    spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
     images = Images(tmp_path / "images")
     images.run = SteppedRun(trees, {"num_steps": 1, "batch": 1}, spec, settings, hook=images.take)
     whole = images.run.execute()

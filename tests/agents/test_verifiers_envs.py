@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_conversations import SPEC
-from test_http_sessions import CALL, Script, chat_of, language
+from played_episodes import SPEC
+from scripted_model import CALL, Script, chat_of
 
 from m2flow import Chat, Dataset, Policy, flow, steps
 from m2flow.agents.chat import Asked, Reply, Resources, Table
@@ -28,7 +28,6 @@ from m2flow.errors import DatasetError, MissingExtra, OptionError
 from m2flow.recipe import AdamW
 from m2flow.testing.world import run_eager, run_planned
 
-__all__ = ["language"]
 pytest_plugins = ["small_runs"]
 FAKE = Path(__file__).parent.parent / "support" / "fake_verifiers.py"
 
@@ -120,7 +119,6 @@ class Loop(vf.Harness[LoopConfig]):
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(given["a"] + given["b"])})
 
 
-__all__ = ["Sums", "Loop"]
 '''
 
 PAIR = """
@@ -164,7 +162,6 @@ class Pair(vf.Env[PairConfig]):
                 trace.record_reward("won", float(trace.agent.name == "first"))
 
 
-__all__ = ["PairTasks", "Pair"]
 """
 
 
@@ -256,7 +253,6 @@ class ToolLoop(vf.Harness[vf.HarnessConfig]):
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": result.content[0].text})
 
 
-__all__ = ["ToolTasks", "ToolLoop"]
 """
 
 

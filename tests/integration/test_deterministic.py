@@ -8,30 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deterministic_runs import PROMPTS, digits_seen, embedded_cluster, sorts
 from safetensors.numpy import load_file
+from tiny_models import DIGITS
 
-from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, ppo_clip, steps
+from m2flow import AdamW, Dataset, Policy, Reference, Reward, flow, steps
 from m2flow.samples import SampleId
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
-
-DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
-PROMPTS = [{"prompt": f"{i * 7919 % 10000}="} for i in range(6)]
-
-
-def digits_seen(sample: Sample) -> float:
-    """Differs between the samples of a group, and not by a rounding."""
-    return len(set(str(sample.text))) / 8
-
-
-@flow
-def sorts(temperature: float = 1.0) -> None:
-    policy, verifier = Policy(DIGITS, init="random"), Reward(digits_seen)
-    prompts = Dataset(PROMPTS, shuffle=False)
-    for _ in steps(2):
-        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8, temperature=temperature)
-        policy.update(responses, verifier.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3), minibatch_size=2)
 
 
 @flow(staleness=2)
@@ -76,30 +60,19 @@ def untrained() -> None:
     policy.generate(Dataset(PROMPTS).take(1), max_new_tokens=1)
 
 
-def spec(placement: str, workers: int = 1, *, max_running: int = 64, token_budget: int = 30, chunk: int = 64) -> ClusterSpec:
-    return ClusterSpec(
-        placement=placement,
-        device="cpu",
-        cores=2,
-        rollout=RolloutSpec(workers=workers, max_running=max_running),
-        train=TrainSpec(token_budget=token_budget),
-        functions=FunctionSpec(chunk=chunk),
-    )
-
-
 @functools.cache
 def eager(token_budget: int) -> Answer:
-    return run_eager(sorts, {}, spec("split", token_budget=token_budget), deterministic=True)
+    return run_eager(sorts, {}, embedded_cluster("split", token_budget=token_budget), deterministic=True)
 
 
 @pytest.mark.parametrize(
     "cluster",
     [
-        spec("time-shared"),
-        spec("time-shared", 3, max_running=2),
-        spec("split", max_running=3, chunk=1),
-        spec("split", 3, max_running=1),
-        spec("split", token_budget=4096),
+        embedded_cluster("time-shared"),
+        embedded_cluster("time-shared", 3, max_running=2),
+        embedded_cluster("split", max_running=3, chunk=1),
+        embedded_cluster("split", 3, max_running=1),
+        embedded_cluster("split", token_budget=4096),
     ],
     ids=lambda c: f"{c.placement}-{c.rollout.workers}-{c.rollout.max_running}-{c.train.token_budget}",
 )
@@ -114,7 +87,7 @@ def test_a_deterministic_planned_run_is_the_eager_one_bit_by_bit(cluster, order_
 
 def test_another_budget_is_another_arithmetic_and_another_seed_another_run():
     assert eager(30).samples.keys() == eager(4096).samples.keys()
-    other = run_eager(sorts, {}, spec("split"), seed=1, deterministic=True)
+    other = run_eager(sorts, {}, embedded_cluster("split"), seed=1, deterministic=True)
     assert other.samples != eager(30).samples
 
 
@@ -123,14 +96,16 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize(
-    "cluster", [spec("time-shared", 3, token_budget=4096), spec("split", max_running=3, chunk=1)], ids=["time-shared", "split"]
+    "cluster",
+    [embedded_cluster("time-shared", 3, token_budget=4096), embedded_cluster("split", max_running=3, chunk=1)],
+    ids=["time-shared", "split"],
 )
 def test_without_the_flag_weights_agree_within_the_stated_tolerance(cluster, tmp_path):
-    expected = run_eager(sorts, {}, spec("split", token_budget=4096), save_to=tmp_path / "eager")
+    expected = run_eager(sorts, {}, embedded_cluster("split", token_budget=4096), save_to=tmp_path / "eager")
     planned = run_planned(sorts, {}, cluster, order_seed=5, save_to=tmp_path / "planned")
     assert planned.samples == expected.samples
     assert planned.rewards == expected.rewards
-    run_eager(untrained, {}, spec("split"), save_to=tmp_path / "start")
+    run_eager(untrained, {}, embedded_cluster("split"), save_to=tmp_path / "start")
     start, theirs, ours = (weights(tmp_path / name / "policy") for name in ("start", "eager", "planned"))
     changed = np.linalg.norm(theirs - start)
     assert changed > 0
@@ -145,7 +120,7 @@ def weights(directory: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("placement", ["split", "time-shared"])
 def test_a_run_with_staleness_equals_the_eager_one_that_is_given_its_record(placement):
-    cluster = spec(placement, 2, max_running=2)
+    cluster = embedded_cluster(placement, 2, max_running=2)
     planned = run_planned(sorts_behind, {}, cluster, deterministic=True)
     assert len({decision.oldest for decision in planned.decisions.values()}) > 1
     assert run_eager(sorts_behind, {}, cluster, deterministic=True, decisions=planned.decisions) == planned
@@ -155,7 +130,7 @@ def test_a_run_with_staleness_equals_the_eager_one_that_is_given_its_record(plac
 @pytest.mark.parametrize("flow", [sorts_on, sorts_on_among_few], ids=lambda one: one.name)
 def test_a_run_that_carries_equals_the_eager_one_that_is_given_its_record(flow, placement):
     """Samples that go on with new weights read their tokens again, through the same shapes."""
-    cluster = spec(placement, 2, max_running=64)
+    cluster = embedded_cluster(placement, 2, max_running=64)
     planned = run_planned(flow, {}, cluster, deterministic=True, order_seed=1)
     assert any(decision.call != SampleId.unpack(packed).call for packed, decision in planned.decisions.items())
     # Where rollout has workers of its own, they go on with what they hold while the new weights are published.

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
+from deterministic_runs import PROMPTS, ppo
 from safetensors.numpy import load_file
+from tiny_models import DIGITS
 
-from m2flow import AdamW, Critic, Dataset, Policy, Reference, RewardModel, Sample, distill, flow, gae, op, steps
+from m2flow import AdamW, Critic, Dataset, Policy, Sample, flow, op
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
-
-DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
-PROMPTS = [{"prompt": f"{i * 7919 % 10000}="} for i in range(6)]
-
-
-@flow
-def ppo() -> None:
-    policy = Policy(DIGITS, init="random", optimizer=AdamW(1e-3))
-    reference, critic, judge = Reference(policy), Critic(policy, optimizer=AdamW(1e-2)), RewardModel(DIGITS, init="random")
-    prompts = Dataset(PROMPTS, shuffle=False)
-    for _ in steps(2):
-        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=6)
-        rewards, values = judge.score(responses), critic.values(responses)
-        estimate = gae(responses, rewards, values, kl=reference.logprobs(responses), gamma=0.9)
-        policy.update(responses, rewards, advantages=estimate.advantages, epochs=2, minibatch_size=2)
-        critic.update(responses, returns=estimate.returns, old_values=values, epochs=2, minibatch_size=2)
-        policy.update(responses, loss=distill(), columns={"teacher_logprobs": reference.logprobs(responses)})
 
 
 def spec(placement: str, workers: int = 1, *, max_running: int = 64, chunk: int = 64) -> ClusterSpec:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_early_onload import ahead
-from test_gpu_borrowing import lent
+from leased_plans import ahead, lent
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
 from m2flow.macro.tracing import trace

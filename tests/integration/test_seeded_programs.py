@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
-from test_seeded_bugs import BUGS as KNOWN_BUGS
+import seeded_bugs
 
 from m2flow.engines.contract import Request
 from m2flow.errors import M2FlowError
@@ -274,7 +274,7 @@ def test_without_a_bug_every_case_is_green(fails):
     assert not any(is_red(lambda patch: None, number, fails) for number in range(60))  # `test_random_programs` draws more.
 
 
-@pytest.mark.parametrize("bug", [*BUGS, *KNOWN_BUGS], ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize("bug", [*BUGS, *seeded_bugs.BUGS], ids=lambda bug: bug.__name__)
 def test_random_programs_see(bug):
     fails = bug in ON_ERRORS
     assert any(is_red(bug, number, fails) for number in range(MOST_CASES))

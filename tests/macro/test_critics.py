@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from fake_clusters import FAKES
+from fake_flows import NUMBERS, length_share, ppo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from m2flow import (
     Critic,
     Dataset,
     Policy,
-    Reference,
     Reward,
     RewardModel,
     Sample,
@@ -38,32 +38,10 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
-ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(8)]
-
-
-def length_share(sample: Sample) -> float:
-    return sample.num_tokens / 16
-
 
 @op()
 def penalty(sample: Sample) -> list[float]:
     return [i / 64 for i in range(sample.num_tokens)]
-
-
-@flow
-def ppo(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1) -> None:
-    policy = Policy("fake")
-    reference, critic, judge, rule = Reference(policy), Critic(policy), RewardModel("fake", name="judge"), Reward(length_share)
-    prompts = Dataset(ROWS)
-    for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
-        rewards, values = 0.5 * judge.score(responses) + rule.score(responses), critic.values(responses)
-        kl = responses.logprobs - reference.logprobs(responses)
-        estimate = gae(responses, rewards, values, kl=0.1 * kl, gamma=0.9, lam=0.8)
-        passes = {"minibatch_size": minibatch or None, "epochs": epochs}
-        metrics = policy.update(responses, rewards, advantages=estimate.advantages, **passes)
-        critic.update(responses, returns=estimate.returns, old_values=values, **passes)
-        log(reward=metrics["reward"], kl=kl.mean(), advantage=estimate.advantages.mean())
 
 
 sizes = st.fixed_dictionaries(
@@ -98,7 +76,7 @@ def test_a_critic_learns_and_the_policy_learns_of_it():
             policy, rule = Policy("fake"), Reward(length_share)
             critic = Critic("fake")
             for _ in steps(2):
-                responses = policy.generate(Dataset(ROWS).take(3), max_new_tokens=9)
+                responses = policy.generate(Dataset(NUMBERS).take(3), max_new_tokens=9)
                 values = critic.values(responses)
                 estimate = gae(responses, rule.score(responses), values, lam=changes.get("lam", 0.95))
                 policy.update(responses, advantages=estimate.advantages)
@@ -120,7 +98,7 @@ def test_gae_on_handles_is_the_equation_on_generated_tokens_alone():
     @flow
     def looks() -> None:
         policy, critic, rule = Policy("fake"), Critic("fake"), Reward(length_share)
-        responses = policy.generate(Dataset(ROWS).take(3), max_new_tokens=9)
+        responses = policy.generate(Dataset(NUMBERS).take(3), max_new_tokens=9)
         rewards, values = rule.score(responses), critic.values(responses)
         estimate = gae(responses, rewards, values, kl=penalty(responses), gamma=0.9, lam=0.8)
         columns = (rewards, values, estimate.advantages, estimate.returns)
@@ -182,7 +160,7 @@ def test_numbers_that_do_not_fit_the_tokens_are_refused_with_the_sample():
     @flow
     def misfit() -> None:
         policy, rule = Policy("fake"), Reward(length_share)
-        responses = policy.generate(Dataset(ROWS, shuffle=False).take(2), max_new_tokens=9)
+        responses = policy.generate(Dataset(NUMBERS, shuffle=False).take(2), max_new_tokens=9)
         policy.update(responses, advantages=gae(responses, rule.score(responses), short(responses)).advantages)
 
     for run in (run_eager, run_planned):
@@ -197,7 +175,7 @@ def test_critics_and_reward_models_get_no_rollout_engine_where_the_trace_ends_ea
     def looks() -> None:
         policy, critic = Policy("fake"), Critic("fake")
         judge = RewardModel("fake", name="judge")
-        responses = policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+        responses = policy.generate(Dataset(NUMBERS).take(1), max_new_tokens=3)
         if float(judge.score(responses).mean()) > 0:
             policy.update(responses, advantages=critic.values(responses))
 
@@ -217,12 +195,12 @@ def test_the_printed_graph_says_what_each_column_of_an_update_is():
 def test_a_critic_is_neither_sampled_nor_a_reference_and_what_it_gets_is_checked():
     def wrong() -> None:
         policy, critic = Policy("fake"), Critic("fake")
-        responses = policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+        responses = policy.generate(Dataset(NUMBERS).take(1), max_new_tokens=3)
         critic.update(responses, returns=responses)
 
     def no_gamma() -> None:
         policy, critic = Policy("fake"), Critic("fake")
-        responses = policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+        responses = policy.generate(Dataset(NUMBERS).take(1), max_new_tokens=3)
         gae(responses, Reward(length_share).score(responses), critic.values(responses), gamma=1.5)
 
     with pytest.raises(TraceError, match="numbers of each sample"):
@@ -235,7 +213,7 @@ def test_views_of_one_result_keep_it_alive_and_lose_it_together():
     @flow
     def views() -> None:
         policy, rule, critic = Policy("fake"), Reward(length_share), Critic("fake")
-        responses = policy.generate(Dataset(ROWS).take(2), max_new_tokens=5)
+        responses = policy.generate(Dataset(NUMBERS).take(2), max_new_tokens=5)
         advantages = gae(responses, rule.score(responses), critic.values(responses)).advantages
         assert isinstance(advantages.batch()["advantages"], Ragged)
 
@@ -263,7 +241,7 @@ PAIRS = [{"prompt": f"{i}{i + 3}=", "chosen": f"{i}1", "rejected": f"{i}{i}2"} f
 def judged(model: str = "fake", num_steps: int = 2, batch: int = 3, minibatch: int = 0) -> None:
     """A critic learns of pairs and of labelled steps, and its scores are the rewards of the policy."""
     policy = Policy(model, init="random")
-    judge, pairs, prompts = Critic(policy, name="judge"), Dataset(PAIRS, name="pairs").pairs(), Dataset(ROWS)
+    judge, pairs, prompts = Critic(policy, name="judge"), Dataset(PAIRS, name="pairs").pairs(), Dataset(NUMBERS)
     for _ in steps(num_steps):
         rows = pairs.take(batch)
         metrics = judge.update(rows, loss=bradley_terry(center=0.01), minibatch_size=minibatch or None, optimizer=AdamW(1e-3))
@@ -319,7 +297,7 @@ def test_a_critics_update_refuses_a_loss_whose_returns_or_columns_are_missing():
         @flow
         def missing() -> None:
             policy, critic = Policy("fake"), Critic("fake")
-            responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
+            responses = policy.generate(Dataset(NUMBERS).take(3), n=2, max_new_tokens=9)
             critic.update(responses, **options)
 
         return missing
@@ -338,7 +316,7 @@ def test_a_critics_update_takes_returns_and_old_values_from_their_own_arguments_
         @flow
         def twice(name: str) -> None:
             policy, critic = Policy("fake"), Critic("fake")
-            responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
+            responses = policy.generate(Dataset(NUMBERS).take(3), n=2, max_new_tokens=9)
             rewards = Reward(length_share).score(responses)
             critic.update(responses, returns=rewards, columns={name: rewards * 2})
 

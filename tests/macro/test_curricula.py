@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_clusters import SPLIT
-from test_replay import Keeping
+from replayed import Keeping
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import DatasetError, TraceError

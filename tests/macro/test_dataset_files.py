@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_clusters import SPLIT
-from test_replay import Keeping
+from replayed import Keeping
 
 from m2flow import Dataset, Policy, flow, steps
 from m2flow.errors import DatasetError, MissingExtra, OptionError

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from fake_flows import ROWS, digit_share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS, digit_share
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.errors import OptionError, TraceError

@@ -1,8 +1,8 @@
 """Dynamic sampling: the plain loop, the form that does not block, and every plan of it give the same samples, rewards and updates."""
 
+from fake_flows import ROWS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.macro.refill import informative

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from replayed import ROWS, Counting, Keeping, digits
 
 from m2flow import AdamW, Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.errors import DivergenceError, RewardError, SpecError
@@ -22,14 +23,8 @@ from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
 
-ROWS = [{"prompt": f"{i * i}="} for i in range(11)]
 SPEC = ClusterSpec(device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 OPTIONS: dict[str, object] = {"num_steps": 4}
-
-
-def digits(sample: Sample) -> float:
-    random.random()  # A reward's own draws are not the flow's.
-    return sum(map(str.isdigit, str(sample.text))) / max(sample.num_tokens, 1)
 
 
 @flow
@@ -52,18 +47,6 @@ def curriculum(num_steps: int = 4, seen: list[object] | None = None, cap: int = 
         print(f"step {step} of {num_steps}")
         if seen is not None:
             seen.append((step, n, count, prompts.cursor, texts, lagged, drawn))
-
-
-class Counting(BackendWrapper):
-    """Counts what is executed."""
-
-    def __init__(self, live: Backend) -> None:
-        super().__init__(live)
-        self.calls: list[Call] = []
-
-    def submit(self, call: Call) -> None:
-        self.calls.append(call)
-        super().submit(call)
 
 
 class Refusing(Backend):
@@ -89,19 +72,6 @@ class Refusing(Backend):
 
     def finish(self) -> None:
         raise AssertionError("it waited for the end")
-
-
-class Keeping(Recorder):
-    """Also keeps the rows that the flow does not look at, as a ledger does of samples and rewards."""
-
-    def __init__(self, live: Backend, record: MemoryRecord) -> None:
-        super().__init__(live, record)
-        self.record = record
-
-    def submit(self, call: Call) -> None:
-        super().submit(call)
-        if (call.engine == "rollout" or call.method == "score") and not call.is_gated:
-            self.record.keep(call, self._live.value(call.ordinal))
 
 
 def recorded(run: Callable[..., Answer] = run_eager, program: Flow = curriculum, **options: object) -> tuple[MemoryRecord, Answer]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_replay import ROWS, Counting, digits
+from replayed import ROWS, Counting, digits
 
 from m2flow import AdamW, Dataset, Flow, Policy, Reference, Reward, flow, log, ppo_clip, steps
 from m2flow.errors import DivergenceError

@@ -6,9 +6,9 @@ The calls are recorded as the handles' algebra records them, below its surface, 
 from collections.abc import Callable
 
 import numpy as np
+from fake_flows import ROWS, digit_share, length_penalty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS, digit_share, length_penalty
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.macro.graph import Granularity

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from fake_flows import ROWS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS
 
 from m2flow import Dataset, Flow, Policy, Role, Sample, call, flow, log, op, steps
 from m2flow.errors import OptionError, TraceError

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import yaml
-from test_find_plan import modelled
+from modelled_problems import modelled
 
 from m2flow.errors import SpecError
 from m2flow.micro.protocol.cost_terms import EngineId, Layout

@@ -10,8 +10,8 @@ import pytest
 from every_plan import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modelled_problems import TRAINER, modelled
 from random_steps import random_problem
-from test_find_plan import TRAINER, modelled
 
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import EngineId, Layout

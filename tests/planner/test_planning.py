@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from test_profile import PROFILE
+from profiled_runs import PROFILE
 
 from m2flow import load_flow
 from m2flow.cli.main import cli

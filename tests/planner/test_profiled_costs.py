@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_profile import DECODE, PLAN, PROFILE, UPDATE, write_run
+from profiled_runs import DECODE, PLAN, PROFILE, UPDATE, write_run
 
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
 from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 from every_plan import Oracle
-from random_steps import random_problem
+from random_steps import best_s, problem_of, random_problem, solved
 
 from m2flow.micro.protocol.cost_terms import EngineId
 from m2flow.planner import plan_tree, search
 from m2flow.planner.breakdown import step_s
-from m2flow.planner.dynamic_program import Memory, Solver, Tables
+from m2flow.planner.dynamic_program import Memory, Solver
 from m2flow.planner.plan_tree import Leaf, leaves_of
 from m2flow.planner.problem import CallGraph, Problem
 from m2flow.planner.search import best_of, find_plan
@@ -33,26 +33,6 @@ def debate(num_devices: int) -> Problem:
     found = benchmark.problem(num_devices, "debate")
     assert isinstance(found, Problem)
     return found
-
-
-def problem_of(seed: int, num_calls: int) -> Problem:
-    return random_problem(
-        seed,
-        num_calls=num_calls,
-        num_ways=2 if num_calls > 3 else 3,
-        num_pools=2 if seed % 5 == 0 else 1,
-        staleness=seed % 3 if seed % 4 == 0 else 0,
-    )
-
-
-def solved(problem: Problem) -> Tables | None:
-    """None where something fits nowhere."""
-    return Solver(problem).solve() if all(problem.options.of.values()) else None
-
-
-def best_s(problem: Problem) -> float:
-    tables = solved(problem)
-    return float(tables.steps_s.min(initial=np.inf)) if tables else np.inf
 
 
 @cache

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from simulated import cluster, ran
-from test_redundant_syncs import costs_of, long_answers
+from simulated import cluster, costs_of, long_answers, ran
 
 from m2flow.rollout_scheduling.decode_model import DecodeModel
 from m2flow.rollout_scheduling.lengths import StepLengths, parse_lengths

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from test_repetition import host, start_of, stopped_row
+from played_episodes import host, start_of, stopped_row
 
 from m2flow import Chat, Sample, ToolCall, agent, tool
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript

@@ -10,7 +10,7 @@ import pytest
 from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated import Given, cluster, evaluated, leased, plain, ran, stale
+from simulated import T0, T1, Given, cluster, decodes, evaluated, leased, plain, ran, stale
 
 from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.errors import InternalError
@@ -22,11 +22,6 @@ from m2flow.simulator.ablation import NoRewards, NoSwitches, Relaxed
 from m2flow.simulator.virtual_worker import Decoding, SampleRun
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-T0, T1 = 1.0, 0.25
-
-
-def decodes(max_running: int = 1000, prefill_s: float = 0.0) -> DecodeCost:
-    return DecodeCost(T0, T1, prefill_s, max_running)
 
 
 def test_one_sample_on_one_instance_takes_its_prefill_and_its_tokens_alone():

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from entry_points import write_entry_points
+from tiny_models import DIGITS
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, loss, steps
 from m2flow.engines.contract import Capabilities, Generated, Objective, Sums
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
@@ -79,3 +81,42 @@ def registered(directory: Path, room: int) -> dict[str, str]:
     write_entry_points(directory, "cramped", {"cramped": "cramped:CRAMPED", "cramped-train": "cramped:CRAMPED_TRAIN"})
     path = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "M2FLOW_TEST_CRAMPED": str(room)}
+
+
+LR = 1e-3
+_ROOM = "M2FLOW_TEST_ROOM"
+"""Tokens that fit, forward and backward."""
+
+
+class Bounded(torch.autograd.Function):
+    """Passes on what it is given; runs out of memory on the way back, if there is too much of it."""
+
+    @staticmethod
+    def forward(ctx, values):  # type: ignore[no-untyped-def]
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if len(gradient) > int(os.environ[_ROOM].split()[1]):
+            raise MemoryError
+        return gradient
+
+
+@loss(needs=["logprobs", "behaviour_logprobs", "advantages"], denominator="tokens")
+def bounded(logprobs, behaviour_logprobs, advantages):  # type: ignore[no-untyped-def]
+    if len(logprobs) > int(os.environ[_ROOM].split()[0]):
+        raise MemoryError
+    return -advantages * (Bounded.apply(logprobs) - behaviour_logprobs).exp()
+
+
+def odd(sample: Sample) -> float:
+    return float(sum(sample.tokens) % 3)
+
+
+@flow
+def learns(num_steps: int = 1) -> None:
+    policy, judge = Policy(str(DIGITS), init="random"), Reward(odd)
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(16)])
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=4, max_new_tokens=6)
+        policy.update(responses, advantages=judge.score(responses), loss=bounded, minibatch_size=2, optimizer=AdamW(lr=LR))

@@ -8,6 +8,7 @@ import numpy as np
 from cost_tables import Entry, TableCosts
 
 from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, Footprint, FunctionCost, Layout, PassCost, Switch, TrainCost
+from m2flow.planner.dynamic_program import Solver, Tables
 from m2flow.planner.problem import Problem
 from m2flow.planner.workload import CallLoad, Workload
 from m2flow.spec import ClusterSpec, PoolSpec
@@ -91,3 +92,23 @@ def _entries(rng: random.Random, engine: EngineId, pool: str, num_devices: int, 
         switch = Switch(rng.uniform(0, 0.4), rng.uniform(0, 0.4))
         table[Layout(tp=tp, dp=size // tp)] = Entry(cost, room, switch)
     return table
+
+
+def problem_of(seed: int, num_calls: int) -> Problem:
+    return random_problem(
+        seed,
+        num_calls=num_calls,
+        num_ways=2 if num_calls > 3 else 3,
+        num_pools=2 if seed % 5 == 0 else 1,
+        staleness=seed % 3 if seed % 4 == 0 else 0,
+    )
+
+
+def solved(problem: Problem) -> Tables | None:
+    """None where something fits nowhere."""
+    return Solver(problem).solve() if all(problem.options.of.values()) else None
+
+
+def best_s(problem: Problem) -> float:
+    tables = solved(problem)
+    return float(tables.steps_s.min(initial=np.inf)) if tables else np.inf

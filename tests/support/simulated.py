@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from cost_tables import PlainCosts
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.macro.flow import Flow
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.protocol.cost_terms import Costs
+from m2flow.micro.protocol.cost_terms import Costs, DecodeCost
 from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.lengths import Correlation, IntArray, Lengths
 from m2flow.simulator.machines import Machine, machines_of
@@ -150,3 +151,22 @@ def leased(plan: Plan) -> Plan:
     """All instances and the trainer take turns."""
     workers = tuple(msgspec.structs.replace(w, lease="" if w.name.startswith("functions") else "all") for w in plan.workers)
     return msgspec.structs.replace(plan, workers=workers).verify()
+
+
+T0, T1 = 1.0, 0.25
+
+
+def decodes(max_running: int = 1000, prefill_s: float = 0.0) -> DecodeCost:
+    return DecodeCost(T0, T1, prefill_s, max_running)
+
+
+@flow
+def long_answers(num_steps: int = 1, batch: int = 2) -> None:
+    policy, reward, prompts = Policy("fake"), Reward(zero), Dataset([{"prompt": "a"}] * batch)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=4, max_new_tokens=4000)
+        policy.update(responses, advantages=reward.score(responses))
+
+
+def costs_of(prefill_s: float, sample_s: float) -> PlainCosts:
+    return PlainCosts(DecodeCost(8e-3, sample_s, prefill_s, 1_000_000, enter_s=2e-3, leave_s=1e-3))

@@ -7,10 +7,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from fake_flows import ppo
 from one_thread import SteppedRun, after_each, commit_every, resumed
-from test_critics import ppo
-from test_resume import account, loop, spec_of
-from test_resume_state import long_answers
+from resumed_runs import account, fake_cluster, long_answers, loop
 
 from m2flow.macro.flow import Flow
 from m2flow.micro.records.audit import audit
@@ -34,7 +33,7 @@ def interrupted(program: Flow, where: Path, at: int, every: int) -> Path | None:
             pressed.append(True)
             raise KeyboardInterrupt("Ctrl-C")
 
-    run = SteppedRun(program, {}, spec_of("split"), settings(where, every), hook=press)
+    run = SteppedRun(program, {}, fake_cluster("split"), settings(where, every), hook=press)
     with contextlib.suppress(KeyboardInterrupt):
         run.execute()
     return run.run_dir if pressed else None
@@ -60,7 +59,7 @@ def test_a_run_that_is_interrupted_saves_what_it_has_and_goes_on_without_making_
     def count() -> None:
         moves[0] += 1
 
-    expected = account(SteppedRun(program, {}, spec_of("split"), settings(tmp_path / "whole", every), hook=count).execute())
+    expected = account(SteppedRun(program, {}, fake_cluster("split"), settings(tmp_path / "whole", every), hook=count).execute())
     num_saved = 0
     for number in range(4):
         stopped = interrupted(program, tmp_path / str(number), (2 * number + 1) * moves[0] // 12, every)
@@ -70,7 +69,7 @@ def test_a_run_that_is_interrupted_saves_what_it_has_and_goes_on_without_making_
         num_saved += len(points)
         assert (audited := audit(stopped)).is_sound, f"{audited} {[table(stopped, f'SELECT * FROM {name}') for name in TOLD]}"
         assert audited.tokens.get("lost", 0) == 0
-        assert account(resumed(program, {}, spec_of("split"), settings(tmp_path, every), stopped, order_seed=number)) == expected
+        assert account(resumed(program, {}, fake_cluster("split"), settings(tmp_path, every), stopped, order_seed=number)) == expected
         assert (audited := audit(stopped)).is_sound, str(audited)
         if points or program is not ppo:  # Between its two updates there are values by weights that the first has replaced.
             assert table(stopped, "SELECT sum(reapplied) FROM attempts") == [(0,)]
@@ -88,7 +87,7 @@ def test_a_signal_whose_exception_python_has_dropped_stops_the_run_at_its_next_c
             run.interrupt("Ctrl-C")
 
     given = settings(tmp_path, 1).model_copy(update={"eager": eager})
-    run = SteppedRun(loop, {"num_steps": 50}, spec_of("split"), given, hook=lambda: dropped(run))
+    run = SteppedRun(loop, {"num_steps": 50}, fake_cluster("split"), given, hook=lambda: dropped(run))
     if eager:
         after_each(run, lambda: dropped(run))
     with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):

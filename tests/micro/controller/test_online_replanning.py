@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from test_find_plan import choice_of, modelled
-from test_gpu_borrowing import lent, simple, split
-from test_same_answer import plain
+from fake_flows import plain
+from leased_plans import lent, split
+from modelled_problems import choice_of, modelled, simple
 
 from m2flow.macro.tracing import trace
 from m2flow.micro.controller.online_replanning import BETTER, Comparison, Hysteresis, OnlineReplanning, bits_kept, pinned_to

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from test_seeded_bugs import minibatches_by_arrival
+from seeded_bugs import minibatches_by_arrival
 
 from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, log, nll, op, steps
 from m2flow.macro.flow import Flow

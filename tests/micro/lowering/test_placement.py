@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from leased_plans import choice, placement
 
 from m2flow.errors import PlanError
 from m2flow.micro.lowering.placement import workers_of_choice
-from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
+from m2flow.micro.protocol.cost_terms import EngineId, Layout
 from m2flow.micro.protocol.plan import Choice, Placement, WorkerPlan
 from m2flow.spec import ClusterSpec, PoolSpec
 
 ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")
 REFERENCE = EngineId("reference", "train")
 EIGHT = ClusterSpec(name="eight", pools={"h100": PoolSpec(device="h100")})
-
-
-def placement(engine: EngineId, first: int, num: int, layout: Layout, lease: str = "", pool: str = "h100", chunk: int = 0) -> Placement:
-    return Placement(engine, (f"{engine.role}.call",), pool, first, num, layout, chunk, Footprint(), lease)
-
-
-def choice(*placements: Placement) -> Choice:
-    return Choice("grpo", "eight", "split", placements, 1.0, (), (), True, 0.0, "", (), 0.0, {}, {})
 
 
 def placed(*placements: Placement, spec: ClusterSpec = EIGHT, device: str = "cuda:0") -> list[WorkerPlan]:

@@ -1,6 +1,6 @@
 """A plan is printed on a screen, however many workers it has."""
 
-from test_same_answer import everything
+from fake_flows import everything
 
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower

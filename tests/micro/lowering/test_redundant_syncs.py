@@ -6,28 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost_tables import PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated import Ran, cluster, ran, zero
+from simulated import Ran, cluster, costs_of, long_answers, ran
 
-from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.protocol.cost_terms import DecodeCost
 from m2flow.micro.scheduler import scheduling_policy_dispatch
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatch
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.rollout_scheduling.policies import Repack
 from m2flow.simulator.machines import paced, with_paces
-
-
-@flow
-def long_answers(num_steps: int = 1, batch: int = 2) -> None:
-    policy, reward, prompts = Policy("fake"), Reward(zero), Dataset([{"prompt": "a"}] * batch)
-    for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=4, max_new_tokens=4000)
-        policy.update(responses, advantages=reward.score(responses))
 
 
 class Still(Repack):
@@ -37,10 +26,6 @@ class Still(Repack):
 
     def moves(self) -> tuple[()]:
         return ()
-
-
-def costs_of(prefill_s: float, sample_s: float) -> PlainCosts:
-    return PlainCosts(DecodeCost(8e-3, sample_s, prefill_s, 1_000_000, enter_s=2e-3, leave_s=1e-3))
 
 
 def tail(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fake_clusters import generate_call, prompts
 from synced_run import PATIENCE_S, synced
-from test_engine_host import generate_call, prompts
 
 from m2flow.engines.contract import EngineSettings, Occupancy
 from m2flow.macro.session import Backend

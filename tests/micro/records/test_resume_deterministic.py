@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from deterministic_runs import embedded_cluster, ppo, sorts
 from one_thread import commit_every
-from test_deterministic import sorts
-from test_deterministic import spec as spec_of
-from test_deterministic_ppo import ppo
-from test_resume import check_images
+from resumed_runs import check_images
 
 from m2flow.spec import RunSettings
 
@@ -15,7 +13,7 @@ from m2flow.spec import RunSettings
 def test_a_killed_run_of_the_embedded_engines_ends_with_the_same_bits(tmp_path, monkeypatch):
     commit_every(monkeypatch, 0.0)
     settings = RunSettings(runs_dir=str(tmp_path / "runs"), deterministic=True, checkpoint_steps=1)
-    check_images(sorts, {}, spec_of("split"), settings, tmp_path, most=5)
+    check_images(sorts, {}, embedded_cluster("split"), settings, tmp_path, most=5)
 
 
 @pytest.mark.long
@@ -25,4 +23,4 @@ def test_a_killed_run_of_the_embedded_engines_ends_with_the_same_bits(tmp_path, 
 def test_a_killed_run_ends_with_the_same_bits_wherever_it_was_killed(tmp_path, monkeypatch, program, how):
     commit_every(monkeypatch, 0.0)
     settings = RunSettings(runs_dir=str(tmp_path / "runs"), deterministic=True, eager=how == "eager", checkpoint_steps=1)
-    check_images(program, {}, spec_of("split" if how == "eager" else how), settings, tmp_path, most=25)
+    check_images(program, {}, embedded_cluster("split" if how == "eager" else how), settings, tmp_path, most=25)

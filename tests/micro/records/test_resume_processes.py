@@ -12,16 +12,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from resumed_runs import SPLIT_YAML
 
 FLOW = Path(__file__).parents[2] / "support" / "resume_flow.py"
 ROOT = Path(__file__).parents[3]
-SPEC = """
-placement: split
-device: cpu
-cores: 2
-rollout: {engine: fake, max_running: 4}
-train: {engine: fake, token_budget: 60}
-"""
 
 
 def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +25,7 @@ def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def begun(tmp_path: Path, killed_in: str, flow: str = "dies", *more: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "cluster.yaml").write_text(SPEC)
+    (tmp_path / "cluster.yaml").write_text(SPLIT_YAML)
     options = ["--cluster", str(tmp_path / "cluster.yaml"), "--checkpoint-every", "1", "--runs-dir", str(tmp_path / "runs")]
     return m2flow(tmp_path, f"tests/support/resume_flow.py:{flow}", "--killed-in", killed_in, *options, *more)
 

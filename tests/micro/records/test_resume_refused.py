@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from one_thread import OneThread, SteppedRun, commit_every, imaged, resumed
-from test_resume import account, loop, spec_of
+from resumed_runs import account, fake_cluster, loop
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.cli.main import cli
@@ -25,7 +25,7 @@ from m2flow.observe.metrics import read_metrics
 from m2flow.runner.run import RetryLimit, Summary, hold_run_lock
 from m2flow.spec import RunSettings
 
-SPEC = spec_of()
+SPEC = fake_cluster()
 
 
 def settings(tmp_path: Path, how: str = "eager") -> RunSettings:

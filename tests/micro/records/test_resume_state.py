@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from one_thread import SteppedRun, commit_every, imaged, resumed
-from test_replay import ROWS, digits
-from test_resume import account, spec_of
+from replayed import ROWS, digits
+from resumed_runs import account, fake_cluster, long_answers
 
-from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import DivergenceError, RewardError, SpecError
 from m2flow.micro.controller.journal_records import CrashRecovery
 from m2flow.micro.protocol.staleness import VersionSpan
@@ -26,15 +26,7 @@ from m2flow.micro.records.segments import Kind, SegmentWriter, clear_scratch, sc
 from m2flow.samples import Batch, Finish
 from m2flow.spec import RunSettings, TrainSpec
 
-SPEC = spec_of("split", workers=2)
-
-
-@flow
-def long_answers(num_steps: int = 2) -> None:
-    policy, judge, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
-    for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(3), n=3, max_new_tokens=24)
-        policy.update(responses, judge.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3))
+SPEC = fake_cluster("split", workers=2)
 
 
 def settings(where: Path, flush_tokens: int = 2) -> RunSettings:
@@ -129,7 +121,10 @@ def test_a_prefix_is_read_back_from_its_own_record_though_an_older_one_lies_besi
     assert rows.dense("count").tolist() == [3, 5]
 
 
-OTHERS = [spec_of("time-shared"), spec_of("split", workers=3).model_copy(update={"train": TrainSpec(engine="fake", token_budget=25)})]
+OTHERS = [
+    fake_cluster("time-shared"),
+    fake_cluster("split", workers=3).model_copy(update={"train": TrainSpec(engine="fake", token_budget=25)}),
+]
 
 
 @pytest.mark.parametrize("other", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)], ids=["time-shared", "three workers"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume_processes import SPEC
+from resumed_runs import SPLIT_YAML
 
 from m2flow.errors import EngineError, SpecError
 from m2flow.micro.records.audit import audit
@@ -33,7 +33,7 @@ def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def begun(tmp_path: Path, killed_in: str, storage: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "cluster.yaml").write_text(SPEC + storage)
+    (tmp_path / "cluster.yaml").write_text(SPLIT_YAML + storage)
     options = ["--cluster", str(tmp_path / "cluster.yaml"), "--checkpoint-every", "1", "--runs-dir", str(tmp_path / "here")]
     return m2flow(tmp_path, "tests/support/resume_flow.py:dies", "--killed-in", killed_in, *options)
 

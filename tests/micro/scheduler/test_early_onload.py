@@ -8,14 +8,13 @@ from functools import partial
 import msgspec
 import pytest
 from cost_tables import NOTHING, PlainCosts
+from fake_flows import duet, everything, failing, plain
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from simulated import Given, cluster, leased, ran
+from leased_plans import ahead, split
+from modelled_problems import grpo
+from simulated import Given, cluster, decodes, leased, ran
 from simulated import plain as simulated_flow
-from test_find_plan import grpo
-from test_gpu_borrowing import split
-from test_same_answer import duet, everything, failing, plain
-from test_simulation import decodes
 
 from m2flow.errors import PlanError
 from m2flow.macro.flow import Flow
@@ -34,18 +33,13 @@ from m2flow.planner.workload import extents_of
 from m2flow.rollout_scheduling.lengths import lognormal
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing.program_calls import as_flow
-from m2flow.testing.random_programs import beside_the_trainer, difference_of, programs
+from m2flow.testing.random_programs import difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 
 pytest_plugins = ["small_runs"]  # The fixture `quick`.
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-def ahead(share: float, *names: str) -> Callable[[Plan], Plan]:
-    """It comes at a share of their samples."""
-    return beside_the_trainer(*names, train={"onload_at": share})
 
 
 @pytest.fixture

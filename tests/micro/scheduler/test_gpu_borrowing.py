@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from cost_tables import NOTHING, PlainCosts
+from fake_flows import duet, everything, failing, plain
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from simulated import Given, cluster, leased, ran
+from leased_plans import lent, split
+from modelled_problems import simple
+from simulated import Given, cluster, decodes, leased, ran
 from simulated import plain as simulated_flow
-from test_find_plan import modelled
-from test_same_answer import duet, everything, failing, plain
-from test_simulation import decodes
 
 from m2flow.errors import PlanError
 from m2flow.macro.flow import Flow
@@ -22,36 +21,19 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import PassCost, Switch, TrainCost
-from m2flow.micro.protocol.plan import Choice, Plan
+from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.scheduler.leases import GpuBorrowing
 from m2flow.planner.dynamic_program import WORTH
 from m2flow.planner.explaining import explain
-from m2flow.planner.search import find_plan
-from m2flow.rollout_scheduling.lengths import lognormal
-from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec
 from m2flow.testing.program_calls import as_flow
-from m2flow.testing.random_programs import beside_the_trainer, difference_of, programs
+from m2flow.testing.random_programs import difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 
 pytest_plugins = ["small_runs"]  # The fixture `quick`.
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-def lent(until: float, *names: str) -> Callable[[Plan], Plan]:
-    return beside_the_trainer(*names, rollout={"lent_until": until})
-
-
-def split(num_rollout: int = 2, max_running: int = 3, **rollout: object) -> ClusterSpec:
-    return ClusterSpec(
-        placement="split",
-        cores=2,
-        device="cpu",
-        rollout=RolloutSpec(engine="fake", workers=num_rollout, max_running=max_running, **rollout),  # type: ignore[arg-type]
-        train=TrainSpec(engine="fake", token_budget=30),
-        functions=FunctionSpec(workers=1, chunk=4),
-    )
 
 
 @pytest.fixture
@@ -133,18 +115,6 @@ def test_a_plan_says_what_is_lent_and_refuses_what_nobody_could_take_over() -> N
         lent(0.8, "rollout-0", "rollout-1")(plan)
     with pytest.raises(PlanError, match="another worker must have the role's too"):
         lent(1.2, "rollout-0")(plan)
-
-
-def simple(lend: str = "auto", *, staleness: int = 0) -> Choice:
-    """Generate, score and update on eight GPUs, with answers of which some are very long."""
-    problem = modelled(8, staleness=staleness, median=600, lend=lend)
-    calls = tuple(
-        msgspec.structs.replace(call, after=tuple(name for name in call.after if name != "reference.logprobs"))
-        for call in problem.workload.calls
-        if call.name != "reference.logprobs"
-    )
-    workload = msgspec.structs.replace(problem.workload, calls=calls)
-    return find_plan(workload, lognormal(median=600, sigma=1.2, cap=16_384, prompt_tokens=300), problem.costs, problem.spec)
 
 
 def test_the_search_lends_where_that_is_predicted_to_be_shorter_and_says_what_by() -> None:

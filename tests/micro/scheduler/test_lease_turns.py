@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 import pytest
 from cost_tables import NOTHING, PlainCosts
-from simulated import Given, cluster, ran
-from test_critics import ppo
-from test_placement import choice, placement
-from test_same_answer import duet, everything
-from test_simulation import decodes
+from fake_flows import duet, everything, ppo
+from leased_plans import EIGHT, SHARED, all_apart, choice, own_turns, placement
+from simulated import Given, cluster, decodes, ran
 
 from m2flow.errors import PlanError
 from m2flow.macro.flow import Flow
@@ -21,31 +19,16 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import EngineId, Layout, PassCost, Switch, TrainCost
-from m2flow.micro.protocol.plan import EngineSlot, Placement, Plan, WorkerPlan
+from m2flow.micro.protocol.plan import EngineSlot, Placement, Plan
 from m2flow.micro.protocol.worker_state import Lease
 from m2flow.micro.worker.engine_host import EngineHost
-from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing.fakes import FakeTrain
 from m2flow.testing.world import run_eager, run_planned
-
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake", token_budget=30))
-EIGHT = ClusterSpec(name="eight", pools={"h100": PoolSpec(device="h100")})
-
-
-def own_turns(worker: WorkerPlan, kinds: Sequence[str] = ("train",)) -> WorkerPlan:
-    slots = [msgspec.structs.replace(s, turn=f"{s.kind} {s.role}") if s.kind in kinds and worker.lease else s for s in worker.engines]
-    return msgspec.structs.replace(worker, engines=tuple(slots))
 
 
 def in_one_process(plan: Plan) -> Plan:
     """Each trainer has a turn of its own."""
     return msgspec.structs.replace(plan, workers=tuple(map(own_turns, plan.workers))).verify()
-
-
-def all_apart(plan: Plan) -> Plan:
-    """Each engine has, those that generate too."""
-    workers = (own_turns(worker, ("train", "rollout")) for worker in plan.workers)
-    return msgspec.structs.replace(plan, workers=tuple(workers)).verify()
 
 
 def in_processes_of_their_own(of: Flow) -> Callable[[Plan], Plan]:
@@ -62,7 +45,7 @@ def in_processes_of_their_own(of: Flow) -> Callable[[Plan], Plan]:
                 for slot in worker.engines
             ]
         graph, models, _ = trace(of, {}, steps=1)
-        return lower(graph, models, SPEC, pinned=msgspec.structs.replace(plan, workers=tuple(workers)))
+        return lower(graph, models, SHARED, pinned=msgspec.structs.replace(plan, workers=tuple(workers)))
 
     return placed
 
@@ -71,12 +54,12 @@ def in_processes_of_their_own(of: Flow) -> Callable[[Plan], Plan]:
 @pytest.mark.parametrize("placed", [in_one_process, all_apart])
 @pytest.mark.parametrize("of", [ppo, duet, everything], ids=lambda of: of.name)
 def test_engines_that_take_turns_give_the_eager_answer(of: Flow, placed: Callable[[Plan], Plan], order_seed: int) -> None:
-    assert run_planned(of, {}, SPEC, order_seed=order_seed, placed=placed) == run_eager(of, {}, SPEC)
+    assert run_planned(of, {}, SHARED, order_seed=order_seed, placed=placed) == run_eager(of, {}, SHARED)
 
 
 @pytest.mark.parametrize("order_seed", [1, 2])
 def test_so_do_trainers_in_processes_of_their_own(order_seed: int) -> None:
-    assert run_planned(duet, {}, SPEC, order_seed=order_seed, placed=in_processes_of_their_own(duet)) == run_eager(duet, {}, SPEC)
+    assert run_planned(duet, {}, SHARED, order_seed=order_seed, placed=in_processes_of_their_own(duet)) == run_eager(duet, {}, SHARED)
 
 
 def test_no_two_trainers_are_on_the_devices_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +79,7 @@ def test_no_two_trainers_are_on_the_devices_at_once(monkeypatch: pytest.MonkeyPa
     counted("start", there.append)
     counted("onload", there.append)
     counted("offload", lambda engine: there.remove(engine) if engine in there else None)
-    assert run_planned(duet, {}, SPEC, order_seed=4, placed=in_one_process).error == ""
+    assert run_planned(duet, {}, SHARED, order_seed=4, placed=in_one_process).error == ""
     assert max(most) == 1
     assert sum(a < b for a, b in itertools.pairwise(most)) > 2, "they came and went"
 
@@ -168,7 +151,7 @@ def test_so_do_engines_that_generate() -> None:
 
 def test_a_plan_says_the_turns_and_refuses_those_that_nobody_takes() -> None:
     graph, models, _ = trace(duet, {}, steps=1)
-    plan = in_one_process(lower(graph, models, SPEC))
+    plan = in_one_process(lower(graph, models, SHARED))
     names = [slot.role for slot in _trainers(plan)]
     assert f"in turn 'train {names[0]}'" in str(plan)
     worker = msgspec.structs.replace(plan.workers[0], lease="")
@@ -186,4 +169,4 @@ def test_a_trainer_that_is_not_put_away_is_noticed(monkeypatch: pytest.MonkeyPat
                 self._train[slot.role].offload()
 
     monkeypatch.setattr(EngineHost, "switch", all_trainers)
-    assert "off its device" in run_planned(duet, {}, SPEC, order_seed=4, placed=in_one_process).error
+    assert "off its device" in run_planned(duet, {}, SHARED, order_seed=4, placed=in_one_process).error

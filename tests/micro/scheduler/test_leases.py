@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from fake_flows import duet, everything, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import duet, everything, plain
-from test_scheduler import Rig
+from scheduler_rig import Rig
 
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol import worker_state

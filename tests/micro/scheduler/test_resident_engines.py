@@ -7,11 +7,9 @@ import dataclasses
 import msgspec
 import pytest
 from cost_tables import NOTHING, PlainCosts
-from simulated import Given, cluster, ran
-from test_lease_turns import EIGHT, SPEC, all_apart
-from test_placement import choice, placement
-from test_same_answer import duet, everything
-from test_simulation import decodes
+from fake_flows import duet, everything
+from leased_plans import EIGHT, SHARED, all_apart, choice, placement
+from simulated import Given, cluster, decodes, ran
 
 from m2flow.engines import registry
 from m2flow.errors import PlanError
@@ -40,15 +38,15 @@ def staying(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize("order_seed", [0, 5])
 def test_a_rollout_engine_that_stays_rests_and_is_never_put_away(monkeypatch: pytest.MonkeyPatch, order_seed: int) -> None:
-    eager = run_eager(duet, {}, SPEC)
+    eager = run_eager(duet, {}, SHARED)
     done: list[str] = []
     for name in ("offload", "rest"):
         before = getattr(FakeRollout, name)
         monkeypatch.setattr(FakeRollout, name, lambda self, name=name, before=before: (done.append(name), before(self)))
-    assert run_planned(duet, {}, SPEC, order_seed=order_seed, placed=staying) == eager
+    assert run_planned(duet, {}, SHARED, order_seed=order_seed, placed=staying) == eager
     assert set(done) == {"rest"}
     done.clear()
-    assert run_planned(duet, {}, SPEC, order_seed=order_seed) == eager
+    assert run_planned(duet, {}, SHARED, order_seed=order_seed) == eager
     assert set(done) == {"offload"}
 
 
@@ -66,7 +64,7 @@ def test_a_plan_says_that_a_rollout_engine_stays_only_if_its_engine_can() -> Non
 
 def test_only_what_shares_its_devices_can_be_said_to_stay() -> None:
     graph, models, _ = trace(duet, {}, steps=1)
-    plan = lower(graph, models, SPEC)
+    plan = lower(graph, models, SHARED)
     assert "stays" in str(staying(plan))
     (worker, *others) = staying(plan).workers
     alone = msgspec.structs.replace(worker, lease="")
@@ -100,13 +98,13 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_weights_of_a_trainer_that_is_off_its_device_are_copied_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, found = run_eager(everything, {}, SPEC), copies(monkeypatch)
-    assert run_planned(everything, {}, SPEC, order_seed=3, placed=all_apart) == eager
+    eager, found = run_eager(everything, {}, SHARED), copies(monkeypatch)
+    assert run_planned(everything, {}, SHARED, order_seed=3, placed=all_apart) == eager
     assert found == [True]
 
 
 def test_a_trainer_that_can_not_give_them_from_there_comes_back_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, found = run_eager(everything, {}, SPEC), copies(monkeypatch)
+    eager, found = run_eager(everything, {}, SHARED), copies(monkeypatch)
     cannot = dataclasses.replace(FakeTrain.capabilities, readable_offloaded=False)
     infos = [
         dataclasses.replace(info, capabilities=cannot) if (info.name, info.kind) == ("fake", "train") else info
@@ -118,7 +116,7 @@ def test_a_trainer_that_can_not_give_them_from_there_comes_back_for_as_long(monk
     for name in ("onload", "offload", "copy_from"):
         before = getattr(FakeTrain, name)
         monkeypatch.setattr(FakeTrain, name, lambda *who, name=name, before=before: (moves.append(name), before(*who)))
-    assert run_planned(everything, {}, SPEC, order_seed=3, placed=all_apart) == eager
+    assert run_planned(everything, {}, SHARED, order_seed=3, placed=all_apart) == eager
     assert found == [False]
     at = moves.index("copy_from")
     assert moves[at - 1 : at + 2] == ["onload", "copy_from", "offload"]

@@ -5,37 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
+from fake_clusters import generate_call, prompts
 
 from m2flow.engines.contract import EngineSettings
-from m2flow.macro.graph import Call, Granularity, Site
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.observe.spans import Recorder
-from m2flow.recipe import Model, Sampling
-from m2flow.samples import Batch, Ragged, make_ids
-
-
-def generate_call(ordinal: int) -> Call:
-    return Call(
-        ordinal=ordinal,
-        role="policy",
-        method="generate",
-        engine="rollout",
-        granularity=Granularity.SAMPLE,
-        inputs=(),
-        options={"sampling": Sampling(max_new_tokens=40), "repeat": ordinal, "n": 1},
-        reads=(),
-        writes=(),
-        site=Site("flow.py", ordinal, ""),
-        step=0,
-        is_aligned=True,
-    )
-
-
-def prompts(num: int) -> Batch:
-    return Batch(make_ids(0, num), {"prompt": Ragged.texts([f"prompt {i}" for i in range(num)]), "seed": np.arange(num, dtype=np.uint64)})
+from m2flow.recipe import Model
+from m2flow.samples import make_ids
 
 
 @pytest.fixture

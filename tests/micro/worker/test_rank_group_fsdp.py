@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cramped import LR, learns
 from disturbing import disturbed, same, undisturbed
 from mixture_routing import MIXTURES
 from safetensors.torch import load_file
-from test_oom_split import LR, learns
 from tiny_models import save_config
 
 from m2flow import AdamW, Balance, Dataset, Lora, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
