@@ -200,6 +200,7 @@ class LayoutSuite(TrainEngineSuite):
     options: ClassVar[Mapping[str, Any]]
     others = "followers"
     """The fixture with the other ranks: `followers` for two, `three` for four."""
+    pytestmark = pytest.mark.slow
 
     @pytest.fixture(autouse=True)
     def _take(self, model: Model, request: pytest.FixtureRequest) -> None:
@@ -213,6 +214,7 @@ class LayoutHeadSuite(ScalarHeadSuite):
     """The suite of critics and reward models on two ranks of a layout, as `LayoutSuite`."""
 
     options: ClassVar[Mapping[str, Any]]
+    pytestmark = pytest.mark.slow
 
     @pytest.fixture(autouse=True)
     def _take(self, model: Model, followers: Followers) -> None:

@@ -102,7 +102,7 @@ class TestSplitSequencesOnStages(TestSplitSequencesAndLayers):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("qwen2", {}),
+        pytest.param("qwen2", {}, marks=pytest.mark.core),
         ("llama", {"share_prompts": False, "head_logits": 96, "reshard_after_forward": False}),
         ("qwen3_moe", {}),
         ("qwen3_moe", {"ep": 2}),

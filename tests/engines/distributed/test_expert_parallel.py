@@ -62,7 +62,13 @@ class TestHeadsOfMixtures(LayoutHeadSuite):
 
 
 @pytest.mark.parametrize(
-    "options", [{"ep": 2}, {"pp": 2}, {"ep": 2, "cpu_offload": True, "reshard_after_forward": False, "head_logits": 96}], ids=str
+    "options",
+    [
+        pytest.param({"ep": 2}, marks=pytest.mark.core),
+        {"pp": 2},
+        {"ep": 2, "cpu_offload": True, "reshard_after_forward": False, "head_logits": 96},
+    ],
+    ids=str,
 )
 def test_numbers_on_two_ranks_are_those_of_the_embedded_trainer(options: dict[str, Any], model: Model, followers: Followers) -> None:
     check_numbers(model, options, followers)
@@ -84,7 +90,7 @@ def test_numbers_of_mixtures_on_stages_are_those_of_the_embedded_trainer(name: s
     check_numbers(write_model(tmp_path, mixture_config(name)), {"pp": 2}, followers)
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_numbers_of_experts_split_within_stages_are_those_of_the_embedded_trainer(model: Model, three: Followers) -> None:
     check_numbers(model, {"pp": 2, "ep": 2}, three)
 

@@ -95,7 +95,7 @@ class TestFsdpHeads(ScalarHeadSuite):
         return Mirrored(FsdpTrain, random_model(self.path, head), EngineSettings(), self.followers)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param("qwen2", marks=pytest.mark.core), *(name for name in CONFIGS if name != "qwen2")])
 @pytest.mark.parametrize(("num_ranks", "of"), [(1, FsdpTrain), (2, FsdpTrain), (2, ReplicatedTrain)])
 def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
     name: str, num_ranks: int, of: type[RankedTrain], followers: Followers, tmp_path: Path
@@ -116,7 +116,11 @@ def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("qwen2", {"tp": 2, "head_logits": 96}), ("qwen3", {"tp": 2}), ("qwen2", {"cpu_offload": True, "head_logits": 96})],
+    [
+        pytest.param("qwen2", {"tp": 2, "head_logits": 96}, marks=pytest.mark.core),
+        ("qwen3", {"tp": 2}),
+        ("qwen2", {"cpu_offload": True, "head_logits": 96}),
+    ],
     ids=str,
 )
 def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number(
@@ -268,6 +272,7 @@ def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followe
         engine.start()
 
 
+@pytest.mark.core
 def test_a_checkpoint_goes_on_with_any_number_of_ranks(model: Model, followers: Followers, tmp_path: Path) -> None:
     batch = samples(VOCABULARY)
     with started(spread(model, 2, followers)) as engine:
@@ -324,6 +329,7 @@ def test_an_export_of_parts_has_the_weights_type(model: Model, followers: Follow
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.core
 def test_an_error_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
     batch = samples(VOCABULARY)
 
@@ -362,6 +368,7 @@ def test_a_part_of_a_replica_that_fails_on_one_rank_is_an_error_on_all_and_all_g
     check_a_gradient_that_lacks_a_pass_is_not_applied(model, {}, followers, faults[1], of=ReplicatedTrain)
 
 
+@pytest.mark.core
 def test_a_rank_without_samples_takes_part(model: Model, followers: Followers) -> None:
     one = samples(VOCABULARY).take([3])
     results = []

@@ -101,12 +101,12 @@ class TestHeadsOnStages(LayoutHeadSuite):
 @pytest.mark.parametrize(
     ("name", "num_layers", "options"),
     [
-        ("qwen2", 3, {"pp": 2}),
+        pytest.param("qwen2", 3, {"pp": 2}, marks=pytest.mark.core),
         ("llama", 3, {"pp": 2, "micro_batches": 5, "head_logits": 96}),
         ("qwen3", 3, {"pp": 2, "micro_batches": 1}),
         ("llama", 7, {"pp": 2, "vpp": 3, "micro_batches": 4}),
-        ("qwen2", 3, {"pp": 2, "schedule": "zero-bubble", "micro_batches": 5}),
-        ("llama", 5, {"pp": 2, "vpp": 2, "schedule": "zero-bubble", "recompute": True}),
+        pytest.param("qwen2", 3, {"pp": 2, "schedule": "zero-bubble", "micro_batches": 5}, marks=pytest.mark.core),
+        pytest.param("llama", 5, {"pp": 2, "vpp": 2, "schedule": "zero-bubble", "recompute": True}, marks=pytest.mark.core),
     ],
     ids=str,
 )
@@ -190,7 +190,11 @@ GROUPED = AdamW(lr=1e-3, eps=1e-3, groups=(WeightGroup("*embed_tokens*", lr_scal
 """Each of its groups is of one stage alone."""
 
 
-@pytest.mark.parametrize("recipe", [STEP, SGD(0.1, momentum=0.9), Muon(0.1), GROUPED], ids=["adamw", "sgd", "muon", "groups"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(STEP, marks=pytest.mark.core), SGD(0.1, momentum=0.9), Muon(0.1), GROUPED],
+    ids=["adamw", "sgd", "muon", "groups"],
+)
 def test_a_checkpoint_goes_on_at_any_layout(recipe: Optimizer, model: Model, followers: Followers, tmp_path: Path) -> None:
     spread = Mirrored(FsdpTrain, model, EngineSettings(), followers)
     others = [staged(model, followers), EmbeddedTrain(model, EngineSettings()), staged(model, followers), spread]
@@ -264,6 +268,7 @@ def test_a_loss_that_raises_on_the_last_stage_is_an_error_on_all_and_all_go_on(m
     check_a_loss_that_raises(model, {"pp": 2}, followers, said="rank 1 of this trainer: ")
 
 
+@pytest.mark.core
 def test_a_stage_that_fails_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
     """Where a stage is one rank: the others then go on with zeros."""
     batch = samples(VOCABULARY)

@@ -82,7 +82,7 @@ class TestSplitStagesWithoutBubble(TestSplitLayersAndExperts):
     ("name", "options"),
     [
         ("qwen3_moe", {}),
-        ("deepseek_v3", {"head_logits": 96, "reshard_after_forward": False}),
+        pytest.param("deepseek_v3", {"head_logits": 96, "reshard_after_forward": False}, marks=pytest.mark.core),
         *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SPLIT if name not in ("qwen3_moe", "deepseek_v3")),
     ],
 )

@@ -98,8 +98,8 @@ def test_the_share_of_weights_that_move_is_told():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("embedded", {}),
-        ("fsdp", {}),
+        pytest.param("embedded", {}, marks=pytest.mark.core),
+        pytest.param("fsdp", {}, marks=pytest.mark.core),
         *(pytest.param("deepspeed", {"zero": zero}, marks=NEEDS_DEEPSPEED, id=f"deepspeed zero {zero}") for zero in (1, 2, 3)),
     ],
 )
@@ -119,7 +119,9 @@ def test_every_trainer_tells_the_share_of_weights_that_a_step_moves(name, option
         assert "weights_moved" not in engine.apply(SMALL_STEP, 3.0)
 
 
-@pytest.mark.parametrize("name", ["embedded", "fsdp", pytest.param("deepspeed", marks=NEEDS_DEEPSPEED)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("embedded", marks=pytest.mark.core), "fsdp", pytest.param("deepspeed", marks=NEEDS_DEEPSPEED)]
+)
 def test_small_steps_in_bfloat16_add_up_in_every_trainer_and_a_checkpoint_keeps_them(name, model, followers, tmp_path):
     model, batch = replace(model, dtype="bfloat16"), samples(VOCABULARY)
     with started(trainer(name, model, followers)) as engine:
