@@ -14,6 +14,7 @@ What is random in tests is the same each time. New seeds are `make fuzz`'s.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import os
@@ -84,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rest = [item for item in items if _group(item) or item.nodeid in skipped or item.location[0] in skipped]
         config.hook.pytest_deselected(items=[item for item in items if item not in rest])
         items[:] = rest
-    # Three minutes of a core, which must not be what one process is left with when the others have nothing.
+    # A minute of a core and, of the rest, two more, which must not be what one process is left with when the others have nothing.
     items.sort(key=lambda item: item.path.name != "test_random_programs.py")
 
 
@@ -161,6 +162,11 @@ def _read(path: Path) -> set[str]:
 
 
 def _has_cuda() -> bool:
+    """Without a driver PyTorch is not loaded to ask: a process that only collects tests may do without it."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
     import torch
 
     return torch.cuda.is_available()

@@ -132,9 +132,10 @@ def test_the_box_holds_back(attack: str, secret: str, listening: int, monkeypatc
     code = HELD_BACK[attack]
     for name, value in (("{secret!r}", repr(secret)), ("{port}", str(listening)), ("{pid}", str(os.getpid()))):
         code = code.replace(name, value)
-    result = run_program(code, merged=True, wall_s=10.0)
+    is_endless = attack == "a stack without end"
+    result = run_program(code, merged=True, wall_s=2.0 if is_endless else 10.0)
     assert not re.search("^ESCAPED", result.text, re.MULTILINE)
-    assert not result.over or attack == "a stack without end", result
+    assert not result.over or is_endless, result
     assert result.text or result.status, "the attack said nothing: was it made?"
     assert Path(secret).read_text() == "s3cret"
 

@@ -42,49 +42,58 @@ from m2flow.testing.random_programs import ADVERSARIES, KINDS, Case, Dice, Kind,
 from m2flow.testing.world import run_eager, run_planned
 
 NUM_CASES = 800
-"""Of a property; two minutes in all on an idle core."""
+"""Of a property; three minutes in all on an idle core."""
 TIMES_LONG = 20
+in_quarters = pytest.mark.parametrize("quarter", [0, *(pytest.param(which, marks=pytest.mark.slow) for which in (1, 2, 3))])
+"""The core draws the first quarter of a property's programs, `make test-all` the others."""
 
 pytest_plugins = ["small_runs"]  # The fixture `quick`.
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def check(config: pytest.Config, kind: Kind, num_cases: int = NUM_CASES, *, loses: bool = False) -> None:
-    for number in range(num_cases * (TIMES_LONG if config.getoption("--long") else 1)):
+def check(config: pytest.Config, kind: Kind, quarter: int, num_cases: int = NUM_CASES, *, loses: bool = False) -> None:
+    num_cases *= TIMES_LONG if config.getoption("--long") else 1
+    for number in range(num_cases * quarter // 4, num_cases * (quarter + 1) // 4):
         case = drawn_case(Dice(f"{kind}, {number}"), kind, loses=loses)
         found = case.difference()
         assert found is None, f"{found}\n{shrunk(case)}"
 
 
 @pytest.mark.timeout(0)
-def test_a_random_program_gives_the_same_under_every_plan_and_order_of_events(request):
-    check(request.config, "plain")
+@in_quarters
+def test_a_random_program_gives_the_same_under_every_plan_and_order_of_events(quarter, request):
+    check(request.config, "plain", quarter)
 
 
 @pytest.mark.timeout(0)
-def test_a_random_program_whose_functions_raise_ends_with_the_same_error_everywhere(request):
-    check(request.config, "raising")
+@in_quarters
+def test_a_random_program_whose_functions_raise_ends_with_the_same_error_everywhere(quarter, request):
+    check(request.config, "raising", quarter)
 
 
 @pytest.mark.timeout(0)
-def test_a_random_program_in_which_time_counts_is_what_eager_gives_that_knows_what_time_decided(request):
-    check(request.config, "timed", NUM_CASES // 2)
+@in_quarters
+def test_a_random_program_in_which_time_counts_is_what_eager_gives_that_knows_what_time_decided(quarter, request):
+    check(request.config, "timed", quarter, NUM_CASES // 2)
 
 
 @pytest.mark.timeout(0)
-def test_a_random_program_that_catches_errors_goes_on_as_python_does(request):
-    check(request.config, "catching", NUM_CASES // 8)
+@in_quarters
+def test_a_random_program_that_catches_errors_goes_on_as_python_does(quarter, request):
+    check(request.config, "catching", quarter, NUM_CASES // 8)
 
 
 @pytest.mark.timeout(0)
-def test_a_random_program_that_makes_its_references_anew_compares_with_the_weights_of_that_line(request):
-    check(request.config, "referring", NUM_CASES // 8)
+@in_quarters
+def test_a_random_program_that_makes_its_references_anew_compares_with_the_weights_of_that_line(quarter, request):
+    check(request.config, "referring", quarter, NUM_CASES // 8)
 
 
 @pytest.mark.timeout(0)
+@in_quarters
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_random_program_whose_workers_die_and_come_back_gives_the_same(kind, request):
-    check(request.config, kind, NUM_CASES // (10 if kind in KINDS[:3] else 30), loses=True)
+def test_a_random_program_whose_workers_die_and_come_back_gives_the_same(kind, quarter, request):
+    check(request.config, kind, quarter, NUM_CASES // (10 if kind in KINDS[:3] else 30), loses=True)
 
 
 def test_a_program_is_legal_however_it_was_drawn():

@@ -1,6 +1,7 @@
 """Messages between controller and workers: what goes in comes out, and hostile bytes are a clean error."""
 
 import contextlib
+import functools
 import typing
 
 import msgspec
@@ -20,6 +21,7 @@ _int64 = st.integers(-(2**63), 2**63 - 1)
 _text = st.text(max_size=8)
 
 
+@functools.cache
 def of(kind: object) -> st.SearchStrategy[object]:
     """Values of a message's field."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
