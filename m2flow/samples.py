@@ -247,7 +247,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def lengths(self) -> IdArray:
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def row(self, i: int) -> npt.NDArray[np.generic]:
         return self.values[self.offsets[i] : self.offsets[i + 1]]
@@ -368,7 +368,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
 
     def in_order(self) -> Batch:
         """The same samples, sorted by identity."""
-        return self if len(self.ids) < 2 or bool(np.all(np.diff(self.ids) > 0)) else self.take(np.argsort(self.ids, kind="stable"))
+        return self if len(self.ids) < 2 or bool((self.ids[1:] > self.ids[:-1]).all()) else self.take(np.argsort(self.ids, kind="stable"))
 
     def frozen(self) -> Batch:
         """The same rows as read-only views, without a copy."""
