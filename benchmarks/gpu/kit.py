@@ -23,8 +23,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages import FOLDER, STAGES
-
+STAGES = (
+    "environment",
+    "tests",
+    "agreement",
+    "decode",
+    "training",
+    "deepspeed",
+    "switches",
+    "weights",
+    "main_job",
+    "sized_job",
+    "plan_7b",
+)
+"""In their order; each is a function of `stages.py`. That loads PyTorch, which this process does without."""
+FOLDER = "M2FLOW_GPU_KIT_MODELS"
+"""The environment variable that says where the kit's stages have their models."""
 LIMIT_S = {"tests": 300.0, "main_job": 300.0, "deepspeed": 300.0}
 """Stages that may take longer than the others."""
 _OTHERS_S = 200.0
@@ -76,7 +90,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, or cpu at toy size")
-    parser.add_argument("--only", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE")
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
     parser.add_argument("--again", action="store_true", help="run stages that have a result, too")
     parser.add_argument("--into", type=Path, default=Path("build/gpu"))
     a = parser.parse_args()

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import torch
 import transformers
+from kit import FOLDER, STAGES
 from tokenizers import Tokenizer, models
 
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
@@ -73,8 +74,6 @@ class Found:
 # ---- models, and what is predicted of them
 
 
-FOLDER = "M2FLOW_GPU_KIT_MODELS"
-"""The environment variable that says where the kit's stages have their models."""
 SIZES: tuple[tuple[str, int | None], ...] = (("Qwen2.5-0.5B", None), ("Qwen2.5-7B", 4))
 """The models that are measured: a whole one, and of a large one as many layers as fit."""
 
@@ -495,24 +494,12 @@ def plan_7b(_: str) -> Found:
     return Found({"one step on one H200": told[0]})
 
 
-STAGES: Mapping[str, Callable[[str], Found]] = {
-    "environment": environment,
-    "tests": tests,
-    "agreement": agreement,
-    "decode": decode,
-    "training": training,
-    "deepspeed": deepspeed,
-    "switches": switches,
-    "weights": weights,
-    "main_job": main_job,
-    "sized_job": sized_job,
-    "plan_7b": plan_7b,
-}
+_RUNS: Mapping[str, Callable[[str], Found]] = {name: globals()[name] for name in STAGES}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=list(STAGES), nargs="?")
+    parser.add_argument("stage", choices=STAGES, nargs="?")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--into", type=Path)
     parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
@@ -522,7 +509,7 @@ def main() -> None:
         return
     if a.device != "cpu" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here. `make gpu DEVICE=cpu` runs the kit at toy size.")
-    found = STAGES[a.stage](a.device)
+    found = _RUNS[a.stage](a.device)
     a.into.write_text(json.dumps(dataclasses.asdict(found)))
     if found.failed:
         raise SystemExit("; ".join(found.failed))
