@@ -119,6 +119,7 @@ class Loop(vf.Harness[LoopConfig]):
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(given["a"] + given["b"])})
 
 
+__all__ = ["Sums", "Loop"]
 '''
 
 PAIR = """
@@ -162,6 +163,7 @@ class Pair(vf.Env[PairConfig]):
                 trace.record_reward("won", float(trace.agent.name == "first"))
 
 
+__all__ = ["PairTasks", "Pair"]
 """
 
 
@@ -253,6 +255,7 @@ class ToolLoop(vf.Harness[vf.HarnessConfig]):
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": result.content[0].text})
 
 
+__all__ = ["ToolTasks", "ToolLoop"]
 """
 
 
