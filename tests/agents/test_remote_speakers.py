@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 import pytest
 from one_thread import Images, SteppedRun, resumed
-from test_repetition import row_of, same, stopped_row
-from test_resume import spec_of
-from test_speakers import SPEC, VERSIONS, begun, contest, hosts
+from played_episodes import row_of, same, stopped_row
+from resumed_runs import fake_cluster
+from speaker_flows import SPEC, VERSIONS, begun, contest, hosts
 
 from m2flow import Chat, Dataset, Policy, Sample, agent, flow, steps
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
@@ -462,7 +462,7 @@ def test_a_run_whose_only_speaker_does_not_come_back_ends_with_its_name():
 
 
 def apart_on_disk(placement: str = "split") -> ClusterSpec:
-    return apart(spec_of(placement), placement=placement, pins=JUDGE_APART)
+    return apart(fake_cluster(placement), placement=placement, pins=JUDGE_APART)
 
 
 def test_a_run_with_a_remote_speaker_that_is_killed_and_resumed_gives_the_same_and_asks_for_no_turn_again(tmp_path, begun_elsewhere):

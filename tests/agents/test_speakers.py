@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Callable, Iterable
@@ -15,14 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 from one_thread import Images, SteppedRun, resumed
-from played_episodes import row_of, same, start_of, stopped_row
+from played_episodes import row_of, same, stopped_row
 from resumed_runs import fake_cluster
+from speaker_flows import SPEC, VERSIONS, begun, contest, hosts, match
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, by_conversation, flow, log, nll, op, steps
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
-from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, by_conversation, flow, log, op, steps
+from m2flow.agents.episodes import Episodes, EventLoop, Transcript
+from m2flow.engines.contract import Generated, Request
 from m2flow.errors import OptionError, PlanError, SpecError, StateLost, TraceError
 from m2flow.macro.columns import Said, Spoke
 from m2flow.macro.graph import Effect, MacroGraph
@@ -32,53 +32,15 @@ from m2flow.micro.protocol import update_semantics
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
 from m2flow.micro.protocol.plan import Choice, Placement
 from m2flow.micro.records.sample_query import SampleQuery
-from m2flow.recipe import AdamW, Model, Sampling
-from m2flow.recipe import Episodes as Bounds
+from m2flow.recipe import AdamW, Sampling
 from m2flow.samples import Batch, Ragged
-from m2flow.spec import ClusterSpec, FunctionSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.fakes import FakeRollout
+from m2flow.spec import ClusterSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
 from m2flow.testing.world import Answer, run_eager, run_planned
 from m2flow.viewer.sample_pages import SamplePage, sample_page
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
-
-SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), functions=FunctionSpec())
-
-
-@agent
-async def match(chat: Chat, row: Sample) -> dict[str, float]:
-    """Two play, and a judge reads what they said; by what is said, one has more turns than the other, or none."""
-    other, judge = chat.conversation("other", by="rival"), chat.conversation("verdict", by="judge")
-    said = (await chat.say(f"{row.prompt} you begin", max_tokens=5)).text
-    for _ in range(sum(map(ord, said)) % 3):
-        (heard, aside) = await asyncio.gather(
-            other.say(f"heard {said}", max_tokens=6), chat.say(f"think {chat.rng.random():.2f}", max_tokens=3)
-        )
-        said = (await chat.say(heard.text + aside.text, max_tokens=4)).text
-    verdict = await judge.say(f"who won? {said}", max_tokens=3)
-    points = sum(map(ord, verdict.text)) % 7
-    return {"main": float(points), "other": -float(points) / 3}
-
-
-@flow(staleness="staleness")
-def contest(num_steps: int = 2, batch: int = 2, n: int = 3, how: str = "grpo", alone: int = 0, staleness: int = 0) -> None:
-    policy, rival, judge = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="rival"), Policy("fake", name="judge")
-    rows = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(1000)}?"}, 1000, seed=1, name="rows")
-    shown = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(9)}?", "target": "!"}, 1000, seed=2, name="shown")
-    for step in steps(num_steps):
-        played = policy.rollout(match, rows.take(batch), n=n, max_tokens=80, max_turns=8, speakers={"rival": rival, "judge": judge})
-        if alone:
-            rival.update(shown.take(2), loss=nll())  # It has nothing to wait for but that the rival of these episodes is loaded.
-        policy.update(played, played.reward, advantages=by_conversation(how))
-        if step % 2 == alone % 2:
-            theirs = played.of("rival")
-            rival.update(theirs, theirs.reward, advantages=by_conversation(how), optimizer=AdamW(2e-3))
-        if alone:
-            answers = rival.generate(rows.take(batch), n=n, max_new_tokens=5)
-            rival.update(answers, answers.length)
-        log(judged=played.of("judge").length.mean())
 
 
 def test_a_planned_run_of_several_speakers_equals_the_eager_one():
@@ -197,26 +159,6 @@ def test_a_run_of_several_speakers_that_is_killed_and_resumed_at_any_commit_give
 
 
 # ---- what an episode's row has of each, and what is taken out of it
-
-
-VERSIONS = {"policy": 3, "rival": 5, "judge": 7}
-
-
-def hosts(loop: EventLoop) -> dict[str, Episodes]:
-    """A process with the rollout engines of three roles, of different weights."""
-    found: dict[str, Episodes] = {}
-    for role, version in VERSIONS.items():
-        engine = FakeRollout(Model(role), EngineSettings())
-        engine.start()
-        engine._version = version
-        found[role] = Episodes(engine, loop, found)
-    return found
-
-
-def begun(index: int, agent: object = match, stopped: Transcript | None = None) -> EpisodeStart:
-    start = start_of(index, agent, stopped)  # type: ignore[arg-type]
-    bounds = Bounds(8, max_conversations=2, speakers=(("rival", "rival"), ("judge", "judge")))
-    return EpisodeStart(start.request, start.agent, start.row, bounds, stopped)
 
 
 def stepped(found: dict[str, Episodes]) -> dict[int, Generated]:
