@@ -43,7 +43,7 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
 
     config = config_of(model)
     if options.get("tp", 1) != 1:
-        check_split_layers(config, model, options, num_ranks)
+        check_split_layers(config, options, num_ranks)
     if options.get("ep", 1) != 1 or (options.get("tp", 1) != 1 and config.get_text_config().model_type in STACKED):
         check_experts(config, options, num_ranks)
     if options.get("pp", 1) != 1:
@@ -101,17 +101,7 @@ def plan_of(config: Any, tp: int, *, with_experts: bool = False) -> dict[str, st
     return plan
 
 
-def check_tensor_ranks(num_ranks: int, tp: int, *, has_adapters: bool) -> None:
-    """Check that tensor groups divide the ranks, and that there are no adapters. Raises `EngineError`."""
-    if tp < 1 or num_ranks % tp:
-        raise EngineError(f"tp is {tp}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of train.options.tp.")
-    if tp > 1 and has_adapters:
-        raise EngineError(
-            "adapters are not split over tensor-parallel ranks", now="Leave tp out: each rank holds a part of the base anyway."
-        )
-
-
-def check_split_layers(config: Any, model: Model, options: Mapping[str, object], num_ranks: int) -> None:
+def check_split_layers(config: Any, options: Mapping[str, object], num_ranks: int) -> None:
     """Check that a model's layers can be split over tensor ranks as the options say.
 
     Args:
@@ -122,7 +112,8 @@ def check_split_layers(config: Any, model: Model, options: Mapping[str, object],
     if not is_count(options["tp"]):
         raise EngineError(f"the option tp of the train engine 'fsdp' is {options['tp']!r}", now="Write a whole number.")
     tp = int(str(options["tp"]))
-    check_tensor_ranks(num_ranks, tp, has_adapters=model.lora is not None)
+    if num_ranks % tp:
+        raise EngineError(f"tp is {tp}, which does not divide {num_ranks} ranks", now="Give train.ranks a multiple of train.options.tp.")
     plan_of(config, tp, with_experts=True)
 
 

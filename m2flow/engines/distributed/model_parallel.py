@@ -8,8 +8,13 @@ Tensor parallelism: ranks = data x tensor
 Which layer is split how is the architecture's own plan (`config.base_model_tp_plan`). Ranks of a tensor group see the same samples; what is
 not split is the same on all of them. An attention or MLP (`Block`) is then a sum over ranks, each of which computes its part from the same
 hidden states: one collective forward and one backward, and what is whole inside it, as the norms of its heads or the projections to latent
-vectors, has gradients that are parts of a sum. Limits: embeddings and the head are not split; no adapters; architectures whose plan has
-other styles are refused by name. Others than those of `STAGED` are split by PyTorch, with a collective for each layer.
+vectors, has gradients that are parts of a sum. Limits: embeddings and the head are not split; architectures whose plan has other styles are
+refused by name. Others than those of `STAGED` are split by PyTorch, with a collective for each layer.
+
+Adapters (LoRA) are split as the layer that they adapt, and add no collective to a `Block`:
+
+    by output:  (W_i + scale B_i A) x        A is whole, and its gradient a part of a sum
+    by input:   (W_i + scale B A_i) x_i      B is whole, and its gradient a part of a sum
 
 Expert parallelism (`split_experts`): ranks = replicas x expert ranks
 
@@ -79,6 +84,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED, plan_of
 from m2flow.engines.distributed.guard import Guard, GuardedPart, Midway
+from m2flow.engines.models import lora
 from m2flow.engines.models.optimizers import squared_norm
 from m2flow.engines.models.packing import AttentionLayout, Packed, choose_buckets, last_hidden, pack, packed_attention
 from m2flow.errors import EngineError
@@ -88,6 +94,7 @@ _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or
 reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """By release of torch."""
 _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
+"""By the dimension of a weight [outputs, inputs] that is split: 0, and 1."""
 
 
 def grid(device: str, num_ranks: int, tp: int, pp: int = 1) -> DeviceMesh:
@@ -129,17 +136,32 @@ def split(model: Any, mesh: DeviceMesh) -> tuple[Summed, dict[torch.nn.Module, B
     config = model.config.get_text_config()
     plan = plan_of(config, tensor.size(), with_experts=True)
     if config.model_type not in (*STAGED, *STACKED):
-        parallelize_module(model.base_model, tensor, {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES})
+        _split_by_pytorch(model, plan, tensor)
         summed = modules_of(model, plan, SUMMED)
         return [(module, name) for module in summed for name, _ in module.named_parameters(recurse=False)], {}
-    columns, rows = (modules_of(model, plan, style) for style in (COLWISE, ROWWISE))
-    blocks = {module: Block(module, tensor) for module in model.modules() if any(child in rows for child in module.children())}
+    ends = modules_of(model, plan, ROWWISE)
+    blocks = {module: Block(module, tensor) for module in model.modules() if any(child in ends for child in module.children())}
+    columns, rows = _linear_layers(model, plan)
     for layers, dim in ((columns, 0), (rows, 1)):
         for layer in layers:
             _split_layer(layer, tensor, dim)
     own = {(layer, name) for layer in columns for name in ("weight", "bias")} | {(layer, "weight") for layer in rows}
     inside = [(module, name) for block in blocks for module in block.modules() for name, _ in module.named_parameters(recurse=False)]
     return [one for one in inside if one not in own], blocks
+
+
+def _linear_layers(model: Any, plan: Mapping[str, str]) -> tuple[list[torch.nn.Linear], list[torch.nn.Linear]]:
+    """The layers that a plan splits by output, and by input; of an adapted one its own, and the adapter's factor that goes with it."""
+    columns, rows = (
+        [one for layer in modules_of(model, plan, style) for one in lora.split_with(layer, dim)] for dim, style in enumerate(_STYLES)
+    )
+    return columns, rows
+
+
+def _split_by_pytorch(model: Any, plan: Mapping[str, str], tensor: DeviceMesh) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    of_styles = zip(_STYLES.values(), _linear_layers(model, plan), strict=True)
+    parallelize_module(model, tensor, {names[layer]: style() for style, layers in of_styles for layer in layers})
 
 
 def _split_layer(layer: torch.nn.Linear, tensor: DeviceMesh, dim: int) -> None:

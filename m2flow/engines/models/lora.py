@@ -106,6 +106,14 @@ def scales(model: Any) -> dict[str, float]:
     return {f"{name}.weight": float(layer.scaling[_NAME]) for name, layer in layers.items()}
 
 
+def split_with(layer: Any, dim: int) -> list[torch.nn.Linear]:
+    """The linear layers whose weights [outputs, inputs] are split along a dimension where this one is: itself; of an adapted one what is
+    below the adapter, and B along 0 or A along 1."""
+    if not hasattr(layer, "base_layer"):
+        return [layer]
+    return [layer.base_layer, (layer.lora_B, layer.lora_A)[dim][_NAME]]
+
+
 def tensor_name(weight: str, which: str) -> str:
     """The module's name of a layer's A or B, from that of its weights without adapters."""
     return f"{weight.removesuffix('.weight')}.lora_{which}.{_NAME}.weight"

@@ -496,7 +496,6 @@ def test_passes_go_round_the_stages_once_for_each_chunk(count: int, chunks: int,
         ("deep", {"pp": 2, "vpp": 2, "micro_batches": 3}, 4, "micro_batches is 3, which is no multiple of pp, 2, as vpp needs"),
         ("gpt2", {"pp": 2}, 4, "the layers of a 'gpt2' model can't be spread over stages here; those of llama, qwen2, qwen3, .* can"),
         ("window", {"pp": 2}, 4, "layers of sliding_attention"),
-        ("adapted", {"pp": 2, "tp": 2}, 4, "adapters are not split over tensor-parallel ranks"),
     ],
 )
 def test_what_can_t_be_spread_over_stages_is_refused_by_name_before_a_run(
@@ -508,7 +507,7 @@ def test_what_can_t_be_spread_over_stages_is_refused_by_name_before_a_run(
     elif name == "window":
         made = transformers.Qwen2Config(**DENSE, use_sliding_window=True, sliding_window=5, max_window_layers=1)
     made.save_pretrained(tmp_path)
-    model = Model(str(tmp_path), init="random", lora=Lora() if name == "adapted" else None)
+    model = Model(str(tmp_path), init="random")
     assert engine_named("fsdp", "train").refuses.endswith(check_fsdp.__name__)
     with pytest.raises(EngineError, match=said):
         check_fsdp(model, options, num_ranks)

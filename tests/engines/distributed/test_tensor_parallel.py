@@ -30,7 +30,7 @@ from m2flow.engines.distributed import STACKED, check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
-from m2flow.recipe import SGD, Lora, Model, Optimizer
+from m2flow.recipe import SGD, Model, Optimizer
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import copied, distance, samples, started
 
@@ -278,8 +278,3 @@ def test_what_can_t_be_split_is_refused_by_name_before_a_run(
     with pytest.raises(EngineError, match=said):
         check_fsdp(Model(str(tmp_path), init="random"), options, num_ranks)
     check_fsdp(Model("nowhere"), {}, num_ranks)
-
-
-def test_adapters_of_split_layers_are_refused_before_a_run(model: Model) -> None:
-    with pytest.raises(EngineError, match="adapters are not split over tensor-parallel ranks"):
-        check_fsdp(replace(model, lora=Lora()), {"tp": 2}, 2)
