@@ -68,7 +68,7 @@ from torch import Tensor
 from m2flow.engines import installed
 from m2flow.engines.contract import MOVED, EngineSettings
 from m2flow.engines.distributed import model_parallel
-from m2flow.engines.distributed.ranks import RankedTrain, Root
+from m2flow.engines.distributed.ranks import RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, use_threads
 from m2flow.engines.models.model_files import load_tokenizer
@@ -334,6 +334,7 @@ class DeepSpeedTrain(RankedTrain):
     def _num_alike(self) -> int:
         return self._options.tp * self._options.sp
 
+    @stopping_if_it_fails
     def start(self) -> None:
         with installed.watching_locks():
             self._start()
@@ -345,7 +346,7 @@ class DeepSpeedTrain(RankedTrain):
         self._check_device(library)
         use_threads(self._settings.threads, self._settings.deterministic)
         keep_freed_memory()
-        self._ranks.open(leave=lambda: library.comm.destroy_process_group())
+        self._ranks.open(leave=lambda: (library.comm if library.comm.is_initialized() else dist).destroy_process_group())
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._settings.device, attention="eager")
         self._longest, self._rope = packing.check_model(self._model, self._source.head)

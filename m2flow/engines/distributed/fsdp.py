@@ -48,13 +48,13 @@ a run then ends the others after 5 s (`m2flow.micro.worker.rank_group`). A rank 
 Limits:
     start: every rank reads the whole model once, in the memory of its host.
     tensor parallel: `tp` splits attention and MLP by the architecture's `base_model_tp_plan`; embeddings and the head stay whole. Heads
-        that do not divide, other plans and adapters are refused.
+        that do not divide and other plans are refused.
     sequences: `cp` is for any model that is computed here, with adapters, stages, `tp`, `ep`, routing replay and balance.
     experts: `ep`, and `tp` of mixtures, are for those whose experts transformers stacks. Others are refused before the run; with `tp`,
         `olmoe` too, whose norms inside an attention are over all heads.
     stages: `llama`, `qwen2`, `qwen3` and those mixtures without windows, with any head. Layers that `pp` does not divide are spread
         unevenly, the first stages having one more. Others are refused before the run.
-    adapters: of what is not a stack of experts, without `tp`.
+    adapters: of what is not a stack of experts.
 
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020); of the others, see those modules.
 """
@@ -98,7 +98,7 @@ from m2flow.engines.contract import (
 from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, model_parallel
 from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
 from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
-from m2flow.engines.distributed.ranks import Box, RankedTrain, Root
+from m2flow.engines.distributed.ranks import Box, RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
@@ -152,6 +152,7 @@ class FsdpTrain(RankedTrain):
         self._near = self._ranks
         """With `cp`, those that have parts of the same sequences."""
 
+    @stopping_if_it_fails
     def start(self) -> None:
         self._check_layout()
         how, recomputes = _options(self._settings.options, self._settings.device), self._flag("recompute", default=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import gc
 import itertools
 import json
@@ -108,6 +109,7 @@ class Ranks:
         try:
             dist.init_process_group(backend, rank=self.rank, world_size=self.count, timeout=_WAIT, **where)
         except (RuntimeError, ValueError, OSError) as error:
+            sys.excepthook = self._hooks.pop()
             raise EngineError(
                 f"rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}",
                 now="The log of the rank that is missing (logs/) says why it did not come.",
@@ -230,6 +232,20 @@ def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int, *, is_w
         found[least] += pieces[key]
         loads[least] += sizes[key]
     return [sorted(rows) for rows in found]
+
+
+def stopping_if_it_fails(start: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Make of a trainer's `start` one that stops the trainer if it raises: who has met other ranks leaves them, and may start again."""
+
+    @functools.wraps(start)
+    def started(engine: Any) -> None:
+        try:
+            start(engine)
+        except BaseException:
+            engine.stop()
+            raise
+
+    return started
 
 
 class Box(NamedTuple):
@@ -573,6 +589,7 @@ class ReplicatedTrain(RankedTrain):
         super().__init__(model, settings)
         self._course = Course(settings.rank)
 
+    @stopping_if_it_fails
     def start(self) -> None:
         self._ranks.open()
         super().start()

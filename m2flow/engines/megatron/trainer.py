@@ -56,7 +56,7 @@ from m2flow.engines.contract import (
     blended,
     bytes_on,
 )
-from m2flow.engines.distributed.ranks import RankedTrain
+from m2flow.engines.distributed.ranks import RankedTrain, stopping_if_it_fails
 from m2flow.engines.megatron import modules
 from m2flow.engines.megatron.layout import check_adapters, check_model, check_ranks, has_bias, is_latent, mixture_of, read
 from m2flow.engines.megatron.library import Built, Groups, ShareOfRows
@@ -148,6 +148,7 @@ class MegatronTrain(RankedTrain):
     def _reporters(self) -> Sequence[int]:
         return self._options.reporters(self._ranks.count)
 
+    @stopping_if_it_fails
     def start(self) -> None:
         use_threads(self._settings.threads, self._settings.deterministic)
         keep_freed_memory()

@@ -1,0 +1,90 @@
+"""A trainer of several ranks whose start fails after they have met: it leaves them at once, and its process can start others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from followed import followed
+from test_train_engines import CONFIGS, VOCABULARY, write_model
+
+from m2flow.engines.contract import EngineSettings, TrainEngine
+from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
+from m2flow.engines.distributed.fsdp import FsdpTrain
+from m2flow.engines.distributed.ranks import ReplicatedTrain
+from m2flow.errors import EngineError, M2FlowError
+from m2flow.recipe import Model
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.train_suite import PPO, samples, started
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed")
+KINDS = [
+    pytest.param(ReplicatedTrain, {}, id="replicas"),
+    pytest.param(FsdpTrain, {}, id="fsdp"),
+    pytest.param(DeepSpeedTrain, {"zero": 1}, marks=[NEEDS_DEEPSPEED, pytest.mark.slow], id="deepspeed"),
+]
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    with followed(1) as found:
+        yield found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return write_model(tmp_path, CONFIGS["qwen2"]())
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_a_trainer_whose_start_fails_has_left_its_ranks_and_may_start_again(
+    kind: Callable[[Model, EngineSettings], TrainEngine], options: dict[str, Any], model: Model
+) -> None:
+    before, tokenizer = sys.excepthook, Path(model.path, "tokenizer.json")
+    engine = kind(model, EngineSettings(options=options))
+    tokenizer.rename(away := tokenizer.with_suffix(".away"))
+    with pytest.raises(M2FlowError, match="tokenizer"):
+        engine.start()
+    assert not dist.is_initialized()
+    assert sys.excepthook is before
+    away.rename(tokenizer)
+    with started(engine):
+        assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
+    engine.stop()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_ranks_whose_start_fails_leave_no_group_and_no_thread_to_those_that_start_later(
+    kind: Callable[[Model, EngineSettings], TrainEngine], options: dict[str, Any], model: Model, followers: Followers
+) -> None:
+    def make() -> TrainEngine:
+        return Mirrored(kind, model, EngineSettings(options=options), followers)
+
+    tokenizer = Path(model.path, "tokenizer.json")
+    with started(make()):  # The first one starts torch's own threads.
+        pass
+    num_threads = len(os.listdir("/proc/self/task"))
+    tokenizer.rename(away := tokenizer.with_suffix(".away"))
+    with pytest.raises(M2FlowError, match="tokenizer"):
+        make().start()
+    assert not dist.is_initialized()
+    assert len(os.listdir("/proc/self/task")) <= num_threads
+    away.rename(tokenizer)
+    with started(make()) as engine:
+        assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
+    assert not dist.is_initialized()
+
+
+def test_ranks_that_did_not_meet_leave_the_hook_for_errors_as_it_was(model: Model, tmp_path: Path) -> None:
+    before = sys.excepthook
+    with pytest.raises(EngineError, match="did not meet the others"):
+        FsdpTrain(model, EngineSettings(num_ranks=2, rank=1, rendezvous=f"nowhere://{tmp_path}")).start()
+    assert sys.excepthook is before
+    assert not dist.is_initialized()
