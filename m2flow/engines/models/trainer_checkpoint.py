@@ -6,7 +6,7 @@
            m2flow_state.pt                             optimiser states: tensors and numbers, read without unpickling code
            m2flow_checkpoint.json                      size and SHA-256 of every file
 
-Written to a neighbouring directory and renamed into place: `path` is either the old checkpoint or the new one, never a part.
+Written to a neighbouring directory, which then takes the place of `path`: that is either the old checkpoint or the new one, never a part.
 
     every rank:  name -> DTensor or Pieces --write_parts--> DIR/__0_0.distcp, __1_0.distcp, .metadata --read_parts--> name -> whole tensor
 
@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import glob
 import hashlib
 import json
 import os
@@ -307,6 +309,9 @@ def _on_host(value: Any, found: dict[tuple[Any, ...], Tensor], *, copy: bool = F
 def _put_in_place_of(target: Path) -> Iterator[Path]:
     """Yield a new directory, which replaces `target` afterwards; if anything is raised, `target` stays.
 
+    Whoever is killed at any moment leaves a whole one: both change places at once, or where the file system can't do that, `_put_back`
+    finds the old one.
+
     Raises:
         HostError: the disk refuses.
     """
@@ -317,16 +322,42 @@ def _put_in_place_of(target: Path) -> Iterator[Path]:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
             yield fresh
-            if target.exists():
-                target.rename(old)
-            fresh.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
+            if not target.exists() or not _exchange(fresh, target):
+                if target.exists():
+                    target.rename(old)
+                fresh.rename(target)
+            for gone in _moved_away(target):
+                shutil.rmtree(gone, ignore_errors=True)
         except BaseException:
-            if old.exists() and not target.exists():
-                old.rename(target)
+            _put_back(target)
             raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Have two directories change places, in one step; False: the system or the file system can't.
+
+    Source: renameat2(2), RENAME_EXCHANGE; on macOS renamex_np(2), RENAME_SWAP. Both flags are 2.
+    """
+    library, (a, b) = ctypes.CDLL(None), (os.fsencode(one), os.fsencode(other))
+    here = -100  # AT_FDCWD
+    if hasattr(library, "renameat2"):
+        return bool(library.renameat2(here, a, here, b, 2) == 0)
+    return hasattr(library, "renamex_np") and bool(library.renamex_np(a, b, 2) == 0)
+
+
+def _moved_away(target: Path) -> list[Path]:
+    """Checkpoints that were at `target`, and are beside it: another was to take their place."""
+    return sorted(target.parent.glob(f".{glob.escape(target.name)}.*.old"))
+
+
+def _put_back(target: Path) -> None:
+    """If nothing is at `target`, since who was replacing it was killed, put back what was there."""
+    if not target.exists():
+        for moved in _moved_away(target)[-1:]:
+            with contextlib.suppress(OSError):  # Another rank was faster.
+                moved.rename(target)
 
 
 def load(path: str, model: Any, source: Model) -> dict[str, Any]:
@@ -383,6 +414,7 @@ def name_in_parts(value: object) -> str:
 
 
 def has_parts(path: str) -> bool:
+    _put_back(Path(path))
     return (Path(path) / _PARTS).is_dir()
 
 
@@ -412,6 +444,7 @@ def marked(weights: Mapping[str, Tensor], state: Mapping[str, object]) -> tuple[
 
 def verify(directory: Path) -> None:
     """Check a checkpoint against its manifest. Raises `ModelError` if it is incomplete or altered."""
+    _put_back(directory)
     manifest = directory / _MANIFEST
     try:
         expected: dict[str, tuple[int, str]] = json.loads(manifest.read_text())
