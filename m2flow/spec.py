@@ -283,6 +283,8 @@ class PinSpec(_Strict):
     """Its parallel layout."""
     offload: bool | None = None
     """Whether its optimiser state is offloaded to the host's memory."""
+    recompute: bool | None = None
+    """Whether it keeps only the input of each layer, and computes the rest again in the backward pass."""
 
     @field_validator("devices")
     @classmethod

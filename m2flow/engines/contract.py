@@ -333,7 +333,9 @@ class ParallelLayouts:
     gathers_keys: bool = False
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
     recomputes: bool = False
-    """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
+    """A trainer can keep only the input of each layer, and compute the rest again in the backward pass, where a plan says so."""
+    recompute_option: tuple[str, bool | str] = ("recompute", True)
+    """The option by which it is told to, and its value. Given in a spec, with this value or another, it is not a plan's to choose."""
 
     @property
     def has_replicas_alone(self) -> bool:

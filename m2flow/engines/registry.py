@@ -196,6 +196,7 @@ _BUILT_IN = (
                 divides_heads=True,
                 keeps_experts_whole=True,
                 gathers_keys=True,
+                recomputes=True,
             ),
         ),
         "The embedded trainer over any number of ranks: weights and states spread by FSDP2; experts, layers and sequences too.",
@@ -214,7 +215,15 @@ _BUILT_IN = (
             routed_experts=True,
             balances_experts=True,
             devices=_DEVICES,
-            parallel_layouts=ParallelLayouts(tp=None, sp=None, dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
+            parallel_layouts=ParallelLayouts(
+                tp=None,
+                sp=None,
+                dp=None,
+                zero=(0, 1, 2, 3),
+                offload=True,
+                recomputes=True,
+                recompute_option=("activation_checkpointing", True),
+            ),
         ),
         "DeepSpeed: ZeRO 0 to 3 over any number of ranks, layers or sequences split among them, states in the host's memory.",
         ("torch", "transformers", "deepspeed", "ninja"),
@@ -245,6 +254,7 @@ _BUILT_IN = (
                 divides_heads=True,
                 divides_layers=True,
                 recomputes=True,
+                recompute_option=("recompute", "full"),
             ),
         ),
         "Megatron-core: layers, stages, sequences and experts split over any number of ranks, its optimiser's states spread.",
@@ -378,6 +388,12 @@ def check_trainer(name: str, model: Model, options: Mapping[str, object], num_ra
     if info.refuses:
         module, _, function = info.refuses.partition(":")
         getattr(importlib.import_module(module), function)(model, options, num_ranks)
+
+
+def train_options(name: str, options: Mapping[str, object], *, recomputes: bool) -> dict[str, object]:
+    """The options of a train engine, with what a plan says of it. What they say themselves stays."""
+    option, value = engine_named(name, "train").capabilities.parallel_layouts.recompute_option
+    return {**({option: value} if recomputes else {}), **options}
 
 
 def server_of(info: EngineInfo) -> Product | None:

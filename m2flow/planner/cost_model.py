@@ -48,6 +48,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar, final
 
+import msgspec
+
 from m2flow.engines.contract import ZERO_BUBBLE
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
@@ -517,6 +519,8 @@ DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
 
 _MUCH_CACHE = 0.25
 """Share of a device's memory above which a KV cache is tried at half its size, too."""
+_MUCH_ACTIVATIONS = 0.5
+"""Share of a device's memory above which a trainer's activations are tried recomputed, too."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -559,7 +563,10 @@ class ModelledCosts(Costs):
         self._attained = next(iter(self._pools.values())).attained if self._pools else Attained()
         self._answers: dict[object, object] = {}
         self._offers = {"rollout": offered(spec.rollout.engine, "rollout"), "train": offered(spec.train.engine, "train")}
-        self._recomputes = self._offers["train"].recomputes or spec.train.options.get("recompute") is True
+        option, value = self._offers["train"].recompute_option
+        self._is_told = option in spec.train.options
+        """Whether the spec says whether trainers recompute layers: then it is not chosen."""
+        self._recomputes = spec.train.options.get(option) == value
         self._sends_adapters = spec.weights.adapters == "alone" and adds_adapters(spec.rollout.engine)
         self._trained = {call.engine.role for call in workload.calls if call.work == "update" and call.engine is not None}
         self._samples: dict[str, int] = {}
@@ -602,14 +609,25 @@ class ModelledCosts(Costs):
         if not 1 <= num_devices <= found.num_devices:
             return ()
         if found.device.shares_host_memory:
-            return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
+            threads = thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
+            return self._with_recomputed(engine, pool, threads)
         offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
         legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node)
         options = self._spec.train.options if engine.kind == "train" else {}
-        return (
-            *(layout for layout in legal if can_order(shape, layout, options)),
-            *self._over_nodes(engine, num_devices, per_node),
-        )
+        ordered = [layout for layout in legal if can_order(shape, layout, options)]
+        return (*self._with_recomputed(engine, pool, ordered), *self._over_nodes(engine, num_devices, per_node))
+
+    def _with_recomputed(self, engine: EngineId, pool: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
+        """These layouts, and each with recomputed layers too where activations are much of a device, or a pin asks for it."""
+        if engine.kind != "train" or not self._offers["train"].recomputes or self._is_told or not self.is_trained(engine):
+            return layouts
+        there, is_asked = self.device_bytes(pool), bool(self._spec.pin_of(engine.role, engine.kind).recompute)
+        found = list[Layout]()
+        for layout in layouts:
+            need = self.footprint(engine, pool, layout)
+            is_much = need.device_bytes > there or need.activations > _MUCH_ACTIVATIONS * there
+            found += [layout, *([msgspec.structs.replace(layout, recompute=True)] if is_much or is_asked else [])]
+        return found
 
     def _over_nodes(self, engine: EngineId, num_devices: int, per_node: int) -> tuple[Layout, ...]:
         """Layouts whose tensor parallelism goes over whole nodes, of a rollout engine whose pin asks for it."""
@@ -663,8 +681,8 @@ class ModelledCosts(Costs):
             layout,
             microbatch_tokens=self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
-            recomputes=self._recomputes,
-            bubble=bubble_share(self._spec.train.options, recomputes=self._recomputes),
+            recomputes=self._recomputes or layout.recompute,
+            bubble=bubble_share(self._spec.train.options, recomputes=self._recomputes or layout.recompute),
             has_whole_experts=self._offers["train"].keeps_experts_whole,
             gathers_keys=self._offers["train"].gathers_keys,
         )
@@ -692,7 +710,7 @@ class ModelledCosts(Costs):
             layout,
             self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
-            recomputes=self._recomputes,
+            recomputes=self._recomputes or layout.recompute,
             gathers_keys=self._offers["train"].gathers_keys,
         )
 

@@ -181,7 +181,9 @@ def as_document(choice: Choice) -> dict[str, object]:
         "placement": {
             call: {
                 "devices": [f"{placement.pool or 'local'}:{i}" for i in placement.devices],
-                "layout": {name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload")},
+                "layout": {
+                    name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload", "recompute")
+                },
                 "mode": placement.mode,
             }
             for call, placement in by_call.items()
@@ -444,6 +446,8 @@ def _single_changes(base: _Try, every: Sequence[_Try]) -> list[str]:
             said.append(f"{text.format(getattr(changed.layout, kind))}: {_gib(changed.footprint.device_bytes)}")
     if any(_is_only("offload", one.layout, base.layout) for one in same):
         said.append("its optimiser in the host's memory (offload: true)")
+    if any(_is_only("recompute", one.layout, base.layout) for one in same):
+        said.append("its layers computed again on the way back (recompute: true)")
     more = [one for one in fits if one.pool == base.pool and one.layout.num_devices > base.layout.num_devices]
     others = [one for one in fits if one.pool != base.pool]
     for found in (more, others):
@@ -454,7 +458,7 @@ def _single_changes(base: _Try, every: Sequence[_Try]) -> list[str]:
 
 def _is_only(kind: str, one: Layout, other: Layout) -> bool:
     """Whether two layouts differ in this degree only (apart from the number of replicas)."""
-    differ = {name for name in ("tp", "pp", "sp", "ep", "zero", "offload") if getattr(one, name) != getattr(other, name)}
+    differ = {name for name in ("tp", "pp", "sp", "ep", "zero", "offload", "recompute") if getattr(one, name) != getattr(other, name)}
     return differ == {kind}
 
 

@@ -563,7 +563,16 @@ def _memory_gib() -> float | None:
 
 
 PLANNED: dict[tuple[str, EngineKind], ParallelLayouts] = {
-    ("deepspeed", "train"): ParallelLayouts(tp=None, sp=None, dp=None, ep=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
+    ("deepspeed", "train"): ParallelLayouts(
+        tp=None,
+        sp=None,
+        dp=None,
+        ep=None,
+        zero=(0, 1, 2, 3),
+        offload=True,
+        recomputes=True,
+        recompute_option=("activation_checkpointing", True),
+    ),
 }
 """Layouts that can be planned for beyond what the engine of that name supports here, to see what they would gain.
 

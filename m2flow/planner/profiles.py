@@ -620,6 +620,9 @@ class ProfiledCosts(Costs):
 
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         modelled = self.modelled.train(engine, pool, layout)
+        if layout.recompute and self.profile.engine_in(engine, pool, layout) is None:
+            plain = msgspec.structs.replace(layout, recompute=False)
+            return _scaled_train(modelled, self.train(engine, pool, plain), self.modelled.train(engine, pool, plain))
         measured = self.profile.engine_in(engine, pool, layout) or self._measured(engine, pool, layout.num_devices, layout.dp)
         known = measured or self._other(engine, pool, lambda one: one.update is not None or one.forward is not None)
         if known is None:
@@ -629,12 +632,8 @@ class ProfiledCosts(Costs):
         # For a trainer that never ran a forward pass alone: a third of forward and backward.
         forward = _pass_cost(known.forward) if known.forward else _times(update, 1 / 3) if known.update else there.forward
         optimizer_s = known.optimizer_s or there.optimizer_s
-        if measured:
-            return TrainCost(forward, update, optimizer_s)
-        ratio = modelled.optimizer_s / there.optimizer_s if there.optimizer_s else 1.0
-        return TrainCost(
-            _scaled(modelled.forward, forward, there.forward), _scaled(modelled.update, update, there.update), optimizer_s * ratio
-        )
+        found = TrainCost(forward, update, optimizer_s)
+        return found if measured else _scaled_train(modelled, found, there)
 
     def function(self, call: str) -> FunctionCost:
         found = self.profile.function(call.partition("@")[0])
@@ -741,6 +740,16 @@ def _pass_cost(measured: MeasuredPass) -> PassCost:
 
 def _times(cost: PassCost, factor: float) -> PassCost:
     return PassCost(cost.fixed_s * factor, cost.token_s * factor, cost.token2_s * factor, cost.sample_s * factor)
+
+
+def _scaled_train(modelled: TrainCost, known: TrainCost, there: TrainCost) -> TrainCost:
+    """Scale a trainer's modelled cost by measured and modelled ones of another layout."""
+    ratio = modelled.optimizer_s / there.optimizer_s if there.optimizer_s else 1.0
+    return TrainCost(
+        _scaled(modelled.forward, known.forward, there.forward),
+        _scaled(modelled.update, known.update, there.update),
+        known.optimizer_s * ratio,
+    )
 
 
 def _scaled(modelled: C, known: C, known_modelled: C) -> C:

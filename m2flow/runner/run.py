@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import final
 
 from m2flow.engines.contract import LOADING
-from m2flow.engines.registry import check_engine, check_trainer, engine_named
+from m2flow.engines.registry import check_engine, check_trainer, engine_named, train_options
 from m2flow.errors import EngineError, FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
@@ -104,7 +104,8 @@ def check_engines(plan: Plan, spec: ClusterSpec, models: Mapping[str, Model]) ->
         for slot in worker.engines:
             check_engine(slot.engine, slot.kind, worker.device, options.get(slot.kind) if spec.launcher == "local" else None)
             if slot.kind == "train" and slot.role in models:
-                check_trainer(slot.engine, models[slot.role], spec.train.options, worker.ranks)
+                given = train_options(slot.engine, spec.train.options, recomputes=slot.recompute)
+                check_trainer(slot.engine, models[slot.role], given, worker.ranks)
 
 
 _LOCK = "run.lock"

@@ -78,7 +78,7 @@ from m2flow.engines.models.routing import checked_routers
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, MissingExtra, ModelError, did_you_mean
 from m2flow.recipe import AdamW, Model, Optimizer
-from m2flow.samples import Ragged, make_ids
+from m2flow.samples import Batch, Ragged, make_ids
 
 
 class NvmeOffload:
@@ -319,10 +319,8 @@ class DeepSpeedTrain(RankedTrain):
         self._options = read(settings.options, model.dtype)
         check_ranks(self._options, settings.num_ranks)
         check_adapters(self._options, model)
-        if model.routing is not None and self._options.sp > 1:
-            raise EngineError("routing is not replayed where sequences are split over ranks", now="Leave sp out, or replay_routing.")
-        if model.balance is not None and (self._options.sp > 1 or self._options.compute_dtype == "float16"):
-            raise EngineError("experts are not balanced with sp, or where a loss is scaled (float16)", now="Leave that or balance out.")
+        if model.balance is not None and self._options.compute_dtype == "float16":
+            raise EngineError("experts are not balanced where a loss is scaled (float16)", now="Take bfloat16, or leave balance out.")
         self._engine: Any = None
         self._num_pending = 0
         """Backward passes since the last step."""
@@ -364,6 +362,8 @@ class DeepSpeedTrain(RankedTrain):
 
             group = self._ranks.neighbours(self._options.sp)
             self._sequence = self._together(lambda: model_parallel.Sequence(self._model, group, UlyssesSPAttentionHF))
+            if self._routers is not None:
+                self._routers.group = group
         if self._options.activation_checkpointing:
             recompute_layers(self._model)
         self._root = Root(self._model, self._source.head)
@@ -556,10 +556,16 @@ class DeepSpeedTrain(RankedTrain):
 
     # Passes
 
+    def _pack(self, batch: Batch) -> packing.Packed:
+        packed = super()._pack(batch)
+        return packed if self._sequence is None else self._sequence.share(packed)
+
     def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None, top: Tensor | int = 0) -> dict[str, Tensor]:
         if self._sequence is None:
             return super()._model_outputs(packed, temperature, top)
-        own, which = self._sequence.share(packed)
+        own = self._sequence.share(packed) if packed.which is None else packed
+        which = own.which
+        assert which is not None
         own_top = top[which] if isinstance(top, Tensor) else top
         found = super()._model_outputs(own, None if temperature is None else temperature[which], own_top)
         return {name: self._sequence.gather(values, which) for name, values in found.items()}

@@ -568,20 +568,29 @@ class Sequence:
         self._make_exchange = exchange
         self._exchange: Any = None
 
-    def share(self, packed: Packed) -> tuple[Packed, Tensor]:
-        """This rank's rows, and which of the T tokens they predict, bool [T]. Padding rows of the last share attend to themselves."""
+    def share(self, packed: Packed) -> Packed:
+        """This rank's rows of a pass. Padding rows of the last share attend to themselves."""
         num_more = -packed.num_rows % self._count
         num_rows = (packed.num_rows + num_more) // self._count
         start = self._rank * num_rows
         which = (packed.predictors >= start) & (packed.predictors < start + num_rows)
+        place = torch.arange(packed.num_rows, device=packed.input_ids.device) - start
 
-        def own(rows: Tensor) -> Tensor:
-            return torch.nn.functional.pad(rows, (0, num_more))[:, start : start + num_rows]
+        def own(rows: Tensor, filled: int = 0) -> Tensor:
+            more = rows.new_full((1, num_more, *rows.shape[2:]), filled)
+            return torch.cat((rows, more), 1)[:, start : start + num_rows]
 
-        layout = replace(with_rows(packed.layout, packed.num_rows, num_more), exchange=self._around)
-        return Packed(
-            own(packed.input_ids), own(packed.position_ids), layout, packed.predictors[which] - start, packed.targets[which]
-        ), which
+        return replace(
+            packed,
+            input_ids=own(packed.input_ids),
+            position_ids=own(packed.position_ids),
+            layout=replace(with_rows(packed.layout, packed.num_rows, num_more), exchange=self._around),
+            predictors=packed.predictors[which] - start,
+            targets=packed.targets[which],
+            experts=None if packed.experts is None else own(packed.experts[None], -1)[0],
+            which=which,
+            place=place.where((place >= 0) & (place < num_rows), -1),
+        )
 
     def gather(self, values: Tensor, which: Tensor) -> Tensor:
         """Gather what each of the T tokens has from the ranks that computed it, [t, ...] to [T, ...]. Collective."""

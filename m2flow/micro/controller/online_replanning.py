@@ -157,7 +157,11 @@ def pinned_to(choice: Choice, spec: ClusterSpec) -> ClusterSpec:
         degrees = {name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero")}
         devices = (placement.first_device, placement.devices.stop)
         pins[str(placement.engine)] = PinSpec(
-            pool=placement.pool or None, devices=devices, layout=LayoutSpec(**degrees), offload=placement.layout.offload
+            pool=placement.pool or None,
+            devices=devices,
+            layout=LayoutSpec(**degrees),
+            offload=placement.layout.offload,
+            recompute=placement.layout.recompute,
         )
     return spec.model_copy(update={"pin": pins})
 

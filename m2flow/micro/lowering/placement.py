@@ -59,7 +59,9 @@ def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
 
 
 def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec) -> EngineSlot:
-    """A rollout engine with the degrees of its placement."""
+    """A rollout engine with the degrees of its placement, a trainer with what it says of layers."""
+    if placement.engine.kind == "train":
+        return msgspec.structs.replace(slot, recompute=placement.layout.recompute)
     if not spec.pools:
         return slot
     return msgspec.structs.replace(slot, **{name: getattr(placement.layout, name) for name in _NAMES})
@@ -390,7 +392,7 @@ def workers_of_choice(choice: Choice, spec: ClusterSpec, device: str, *, determi
                 placement.lent_until if lease else 0.0,
                 placement.onload_at,
             )
-            laid = degrees_as_placed(slot, placement, spec) if placement.engine.kind == "rollout" else slot
+            laid = degrees_as_placed(slot, placement, spec)
             slots.setdefault((placement.engine.kind, place, lease), []).append(laid)
             if placement.engine.kind == "train":
                 of_trainer[place] = place[2] - place[1] if spec.pools else placement.layout.dp

@@ -46,6 +46,8 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """ZeRO stage: what the replicas of a trainer shard."""
     offload: bool = False
     """Whether a trainer's optimiser is in the host's memory and stepped there."""
+    recompute: bool = False
+    """Whether a trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
 
     @property
     def num_replica_devices(self) -> int:
@@ -58,7 +60,7 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     def __str__(self) -> str:
         names = [f"{name}{value}" for name in ("tp", "pp", "sp", "ep", "dp") if (value := getattr(self, name)) > 1]
         names += [f"zero{self.zero}"] if self.zero else []
-        return "x".join(names + ["offload"] * self.offload) or "one device"
+        return "x".join(names + ["offload"] * self.offload + ["recompute"] * self.recompute) or "one device"
 
 
 class EngineId(msgspec.Struct, frozen=True, order=True, cache_hash=True):

@@ -167,6 +167,8 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """Tensor parallel degree of each instance of a rollout engine; `pp` and `ep`: pipeline and expert parallel degrees."""
     pp: int = 1
     ep: int = 1
+    recompute: bool = False
+    """Of a trainer: each layer keeps only what comes in, and is computed again in the backward pass."""
 
     @property
     def takes_turn(self) -> str:
@@ -542,7 +544,8 @@ def _turn(slot: EngineSlot) -> str:
 
 
 def _degrees(slot: EngineSlot) -> str:
-    return "".join(f", {name} {degree}" for name, degree in (("tp", slot.tp), ("pp", slot.pp), ("ep", slot.ep)) if degree > 1)
+    degrees = (("tp", slot.tp), ("pp", slot.pp), ("ep", slot.ep))
+    return "".join(f", {name} {degree}" for name, degree in degrees if degree > 1) + ", layers recomputed" * slot.recompute
 
 
 def _how(stage: Stage) -> str:

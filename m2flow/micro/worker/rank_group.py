@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Literal, NoReturn, TypeVar, final
 
@@ -35,7 +36,7 @@ import numpy.typing as npt
 from m2flow.channels.codec import encode_batch
 from m2flow.channels.weights import Manifest, PieceWriter, Spread, Written
 from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine
-from m2flow.engines.registry import make_train
+from m2flow.engines.registry import make_train, train_options
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, MicroBatchTooLarge, error_from_record, is_out_of_memory
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.mini_batches import too_large
@@ -58,7 +59,8 @@ Computed = Literal["logprobs", "top_logprobs", "values", "scores"]
 
 def make_own_train(slot: EngineSlot, model: Model, settings: EngineSettings) -> TrainEngine:
     """Make the train engine of a single process."""
-    return make_train(slot.engine, model, settings)
+    options = train_options(slot.engine, settings.options, recomputes=slot.recompute)
+    return make_train(slot.engine, model, replace(settings, options=options))
 
 
 class RankGroupSettings(msgspec.Struct, frozen=True):

@@ -53,7 +53,6 @@ from m2flow.channels.weights.weight_files import remove_files
 from m2flow.channels.zeromq import HeartbeatSender, LinkDialer, wait
 from m2flow.engines.contract import LOADING, EngineSettings, Objective, TrainEngine
 from m2flow.engines.installed import GpuUse, find_gpu
-from m2flow.engines.registry import make_train
 from m2flow.errors import DecodeError, InternalError, M2FlowError, unexpected
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot
@@ -77,6 +76,7 @@ from m2flow.micro.worker.rank_group import (
     WritePieces,
     accumulate_share,
     heard,
+    make_own_train,
     say,
 )
 from m2flow.micro.worker.worker import Worker, WorkerSettings
@@ -479,7 +479,7 @@ def _engines(slots: Sequence[EngineSlot], models: Mapping[str, Model], settings:
     for slot in sorted(slots, key=lambda slot: lender_of(slot, slots, models) is not None):
         lender = lender_of(slot, slots, models)
         beside = None if lender is None else made[lender].adapter_reference(slot.role, models[slot.role])
-        made[slot.role] = beside or make_train(slot.engine, models[slot.role], settings)
+        made[slot.role] = beside or make_own_train(slot, models[slot.role], settings)
     return made
 
 
