@@ -332,10 +332,11 @@ class ParallelLayouts:
     evenly over the replicas that have the same ones."""
     gathers_keys: bool = False
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
-    recomputes: bool = False
-    """A trainer can keep only the input of each layer, and compute the rest again in the backward pass, where a plan says so."""
+    recomputes: Literal["never", "where needed", "always"] = "never"
+    """When a plan has a trainer keep only the input of each layer, and compute the rest again in the backward pass: where a device's memory
+    demands it, or always."""
     recompute_option: tuple[str, bool | str] = ("recompute", True)
-    """The option by which it is told to, and its value. Given in a spec, with this value or another, it is not a plan's to choose."""
+    """The option that tells it to, and its value. Where a spec has the option, plans go by that."""
 
     @property
     def has_replicas_alone(self) -> bool:

@@ -564,9 +564,9 @@ class ModelledCosts(Costs):
         self._answers: dict[object, object] = {}
         self._offers = {"rollout": offered(spec.rollout.engine, "rollout"), "train": offered(spec.train.engine, "train")}
         option, value = self._offers["train"].recompute_option
-        self._is_told = option in spec.train.options
-        """Whether the spec says whether trainers recompute layers: then it is not chosen."""
-        self._recomputes = spec.train.options.get(option) == value
+        how = self._offers["train"].recomputes
+        self._may_recompute = how == "where needed" and option not in spec.train.options
+        self._recomputes = spec.train.options[option] == value if option in spec.train.options else how == "always"
         self._sends_adapters = spec.weights.adapters == "alone" and adds_adapters(spec.rollout.engine)
         self._trained = {call.engine.role for call in workload.calls if call.work == "update" and call.engine is not None}
         self._samples: dict[str, int] = {}
@@ -609,8 +609,7 @@ class ModelledCosts(Costs):
         if not 1 <= num_devices <= found.num_devices:
             return ()
         if found.device.shares_host_memory:
-            threads = thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
-            return self._with_recomputed(engine, pool, threads)
+            return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
         offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
         legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node)
         options = self._spec.train.options if engine.kind == "train" else {}
@@ -619,7 +618,7 @@ class ModelledCosts(Costs):
 
     def _with_recomputed(self, engine: EngineId, pool: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
         """These layouts, and each with recomputed layers too where activations are much of a device, or a pin asks for it."""
-        if engine.kind != "train" or not self._offers["train"].recomputes or self._is_told or not self.is_trained(engine):
+        if engine.kind != "train" or not self._may_recompute or not self.is_trained(engine):
             return layouts
         there, is_asked = self.device_bytes(pool), bool(self._spec.pin_of(engine.role, engine.kind).recompute)
         found = list[Layout]()

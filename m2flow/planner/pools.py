@@ -570,7 +570,7 @@ PLANNED: dict[tuple[str, EngineKind], ParallelLayouts] = {
         ep=None,
         zero=(0, 1, 2, 3),
         offload=True,
-        recomputes=True,
+        recomputes="always",
         recompute_option=("activation_checkpointing", True),
     ),
 }

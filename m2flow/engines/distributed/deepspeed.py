@@ -119,11 +119,12 @@ def recompute_layers(model: Any) -> None:
     if any(getattr(config, name) for name in dropout):
         raise ModelError(
             f"activation checkpointing needs a model without dropout, and this one has {', '.join(dropout)}",
-            now="Set these to 0 in the model's config.json, or leave activation checkpointing out of train.options.",
+            now="Set these to 0 in the model's config.json, or write activation_checkpointing: false in train.options.",
         )
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
-            f"a {config.model_type!r} model has no activation checkpointing", now="Leave activation checkpointing out of train.options."
+            f"a {config.model_type!r} model has no activation checkpointing",
+            now="Write activation_checkpointing: false in train.options.",
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Transformers 6 will have another name for it.

@@ -59,12 +59,18 @@ def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
 
 
 def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec) -> EngineSlot:
-    """A rollout engine with the degrees of its placement, a trainer with what it says of layers."""
+    """A rollout engine with the degrees of its placement, or a trainer with whether it recomputes layers there."""
     if placement.engine.kind == "train":
-        return msgspec.structs.replace(slot, recompute=placement.layout.recompute)
+        is_planned_for = bool(spec.pools) and placement.footprint.gradients > 0 and slot.engine in _recomputing()
+        return msgspec.structs.replace(slot, recompute=placement.layout.recompute or is_planned_for)
     if not spec.pools:
         return slot
     return msgspec.structs.replace(slot, **{name: getattr(placement.layout, name) for name in _NAMES})
+
+
+def _recomputing() -> set[str]:
+    """Trainers that recompute layers wherever they are placed by a search."""
+    return {info.name for info in engines() if info.kind == "train" and info.capabilities.parallel_layouts.recomputes == "always"}
 
 
 def check_degrees(workers: Iterable[WorkerPlan], weights: WeightsSpec) -> None:
