@@ -38,7 +38,8 @@ Limits:
         first used, for a minute, so a C++ compiler must be there.
     precision: stage 0 with `bfloat16` or `float16` is refused (take stage 1), as is `float16` on CPUs.
     tensor and sequence parallel: `tp` and `sp` divide the ranks, work with every stage, and exclude each other. `tp` has the limits of
-        `fsdp`. `sp` is for sequences whose activations do not fit one device; it works with adapters and needs heads that divide.
+        `fsdp`, and no adapters. `sp` is for sequences whose activations do not fit one device; it works with adapters, replayed routing and
+        balance, and needs heads that divide.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload); Rajbhandari et al. 2021,
 arXiv:2104.07857 (ZeRO-Infinity), which reads and writes by calls of its own; DeepSpeed's configuration reference, release 0.19.

@@ -252,3 +252,11 @@ def test_the_planner_lays_megatron_out_so_that_heads_layers_and_experts_divide()
     assert {layout.pp for layout in layouts} == {1, 2}
     assert {layout.ep for layout in layouts} == {1, 2, 4}
     assert {layout.zero for layout in layouts} == {0, 1}
+
+
+def test_gpt_oss_is_refused_by_name_before_a_run(tmp_path: Path) -> None:
+    """Sinks, windows in every other layer and clamped experts with biases have no place in Megatron's model here; `fsdp` has them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.GptOssConfig(**sizes, head_dim=8, num_local_experts=4, vocab_size=32).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"no place for the weights of a 'gpt_oss' model.*(.|\n)*Use the train engine `fsdp`"):
+        check_before(Model(str(tmp_path), init="random"), {}, 2)
