@@ -780,3 +780,17 @@ def test_trainers_of_a_process_have_one_layout(followers: Followers, tmp_path: P
     model = small("qwen2", tmp_path / "model")
     with started(spread(model, {"tp": 2}, followers)), pytest.raises(EngineError, match="another layout"):
         spread(model, {"pp": 2}, followers).start()
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_a_trainer_whose_start_fails_has_left_its_ranks_and_others_start(followers: Followers, tmp_path: Path) -> None:
+    model = small("qwen2", tmp_path / "model")
+    tokenizer = Path(model.path, "tokenizer.json")
+    tokenizer.rename(away := tokenizer.with_suffix(".away"))
+    with pytest.raises(M2FlowError, match="tokenizer"):
+        spread(model, {"tp": 2}, followers).start()
+    assert not torch.distributed.is_initialized()
+    away.rename(tokenizer)
+    with started(spread(model, {"pp": 2}, followers)) as engine:
+        assert engine.accumulate(batch_of(model), PPO).num_tokens
+    assert not torch.distributed.is_initialized()
