@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from m2flow import AdamW, Balance, Dataset, Lora, Policy, Reference, Reward, Sam
 from m2flow.micro.records.ledger import read_incidents
 from m2flow.observe.store import read_spans
 from m2flow.runner.run import Run, Summary
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
 
 pytestmark = pytest.mark.slow
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
@@ -158,3 +159,20 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(tmp_path: Path) -
     alone = undisturbed(*arguments)
     assert alone.get("error") is None
     assert same(said, alone)
+
+
+@needs_peft
+@pytest.mark.parametrize("sent", ["alone", "added"])
+def test_adapters_of_split_layers_are_trained_and_sent_as_with_the_embedded_trainer(
+    sent: Literal["alone", "added"], tmp_path: Path
+) -> None:
+    alone, expected = run(tmp_path, TrainSpec(token_budget=60), "split", 4, eager=True)
+    train = TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=60, options={"tp": 2})
+    rollout, weights = RolloutSpec(threads=1), WeightsSpec(adapters=sent)
+    spec = ClusterSpec(placement="split", device="cpu", cores=2, rollout=rollout, train=train, weights=weights)
+    spread = Run(sorts, {"rank": 4}, spec, RunSettings(runs_dir=str(tmp_path), deterministic=True)).execute()
+    said = [json.loads(line)["values"] for line in (Path(spread.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    for name in ("reward", "loss", "grad_norm", "rollout_diff/max"):
+        found = [values[name] for values in said if name in values]
+        np.testing.assert_allclose(found, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert spread.samples_sha256 == alone.samples_sha256
