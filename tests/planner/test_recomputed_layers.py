@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.registry import train_options

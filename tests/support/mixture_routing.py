@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
-from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.engines.contract import EngineSettings, Generated, Objective, Request, TrainEngine
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.routing import BALANCE_LOSS, Z_LOSS
-from m2flow.recipe import SGD, AdamW, Balance, Loss, Model, Optimizer
-from m2flow.samples import ROUTED_EXPERTS, Batch
+from m2flow.recipe import SGD, AdamW, Balance, Loss, Model, Optimizer, Sampling
+from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, SampleId, compact_experts, expanded_experts
 from m2flow.testing.train_suite import copied, started
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -72,3 +74,66 @@ def balance_history(engine: TrainEngine, batch: Batch, optimizer: Optimizer = PL
 
 def biases_of(engine: TrainEngine) -> dict[str, Any]:
     return {name: value for name, value in copied(engine).items() if name.endswith("e_score_correction_bias")}
+
+
+def grouped_batch(num_groups: int = 3, num_samples: int = 3) -> Batch:
+    """Groups with a prompt in common, responses of unequal lengths, and tokens after the last predicted one."""
+    rng = np.random.default_rng(5)
+    tokens, masks, ids = list[list[int]](), list[list[bool]](), list[int]()
+    for group in range(num_groups):
+        prompt = rng.integers(2, 14, 3 + 2 * group).tolist()
+        for index in range(num_samples):
+            response = rng.integers(2, 14, int(rng.integers(1, 9))).tolist()
+            tokens.append([*prompt, *response, 3])
+            masks.append([False] * len(prompt) + [True] * len(response) + [False])
+            ids.append(SampleId(0, group, index).pack())
+    return Batch(np.array(ids, np.int64), {"tokens": Ragged.of(tokens, np.int32), "loss_mask": Ragged.of(masks, np.bool_)})
+
+
+def routed_trainer(path: str, **changes: Any) -> EmbeddedTrain:
+    engine = EmbeddedTrain(Model(path, "random", routing="rollout", **changes), CPU)
+    engine.start()
+    with torch.no_grad():
+        for name, buffer in engine._model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
+    return engine
+
+
+def routed_samples(path: str, weights: EmbeddedTrain, dtype: Any = None, lengths: tuple[int, ...] = (9, 20, 4, 30)) -> list[Generated]:
+    engine = EmbeddedRollout(Model(path, "random", rollout_dtype=dtype, routing="rollout"), CPU)
+    engine.start()
+    engine.load_weights(weights.weights(), 1)
+    prompts = ([2, 3, 4, 5], [2, 3, 4, 5], [7, 8, 9], [10, 11, 12, 13, 2, 3])
+    engine.add(
+        [
+            Request(SampleId(0, i // 2, i % 2).pack(), tuple(prompt), 7 + i, Sampling(max_new_tokens=length, ignore_eos=True))
+            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+    )
+    found: list[Generated] = []
+    while engine.num_unfinished:
+        found += engine.step()
+    engine.stop()
+    return sorted(found, key=lambda one: one.id)
+
+
+def routed_rows(generated: list[Generated], *, with_experts: bool = True) -> Batch:
+    tokens = Ragged.of([np.concatenate([one.prompt_tokens, one.tokens]) for one in generated], np.int32)
+    starts = [len(one.prompt_tokens) for one in generated]
+    mask = Ragged.of([np.arange(length) >= start for length, start in zip(tokens.lengths, starts, strict=True)], np.bool_)
+    columns = {"tokens": tokens, "loss_mask": mask}
+    columns["logprobs"] = Ragged.of(
+        [np.concatenate([np.zeros(start), one.logprobs]) for start, one in zip(starts, generated, strict=True)], np.float32
+    )
+    if with_experts:
+        experts = [one.routed_experts for one in generated if one.routed_experts is not None]
+        columns[ROUTED_EXPERTS] = Ragged.of(experts, experts[0].dtype)
+    return Batch(np.array([one.id for one in generated]), columns)
+
+
+def other_experts(batch: Batch, num_experts: int = 8) -> Batch:
+    """The batch with each token sent to the next expert."""
+    known = expanded_experts(batch.ragged(ROUTED_EXPERTS).values)
+    moved = np.where(known >= 0, (known + 1) % num_experts, -1).astype(np.int16)
+    return batch.with_columns(**{ROUTED_EXPERTS: Ragged(compact_experts(moved, num_experts), batch.ragged("tokens").offsets)})

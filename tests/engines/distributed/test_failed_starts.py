@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from followed import followed
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed.deepspeed import DeepSpeedTrain

@@ -17,10 +17,8 @@ from adapted_trainers import (
 )
 from faulty import Fault, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
-from test_expert_parallel import config as mixture
-from test_pipelines import STEP, check_each_goes_on_from_the_one_before, check_numbers, train
-from test_pipelines import config as dense
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from tiny_models import CONFIGS, VOCABULARY, dense_config, mixture_config, write_model
+from trainer_layouts import STEP, check_each_goes_on_from_the_one_before, check_numbers, train
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import check_fsdp
@@ -50,7 +48,7 @@ def three() -> Iterator[Followers]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return replace(write_model(tmp_path_factory.mktemp("qwen2"), dense("qwen2", 4)), lora=ALL)
+    return replace(write_model(tmp_path_factory.mktemp("qwen2"), dense_config("qwen2", 4)), lora=ALL)
 
 
 def split(model: Model, followers: Followers, **options: Any) -> TrainEngine:
@@ -69,7 +67,7 @@ KINDS: dict[str, tuple[str, Lora, dict[str, Any]]] = {
 def made(kind: str) -> Any:
     if kind == "mistral":
         return CONFIGS["mistral"]()
-    return dense(kind) if kind in ("qwen2", "qwen3", "llama") else mixture(kind)
+    return dense_config(kind) if kind in ("qwen2", "qwen3", "llama") else mixture_config(kind)
 
 
 @pytest.mark.parametrize("name", [name if name != "latent" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
@@ -94,7 +92,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_adapters_of_split_layers_on_four_ranks_are_those_of_the_embedded_trainer(name: str, three: Followers, tmp_path: Path) -> None:
     kind, options = LAYOUTS[name]
-    config, recipe = (made("qwen3_moe"), KINDS["mixture"][1]) if kind == "mixture" else (dense(kind, 4), ALL)
+    config, recipe = (mixture_config("qwen3_moe"), KINDS["mixture"][1]) if kind == "mixture" else (dense_config(kind, 4), ALL)
     adapted = replace(write_model(tmp_path / "model", config), lora=recipe)
     check_fsdp(adapted, {"tp": 2, **options}, 4)
     check_numbers(adapted, {"tp": 2, **options}, three)

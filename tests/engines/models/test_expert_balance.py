@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mixture_routing import BALANCE, MIXTURES, NLL, balance_history, biases_of
+from mixture_routing import BALANCE, MIXTURES, NLL, balance_history, biases_of, grouped_batch
 from tiny_models import save_config
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -57,20 +57,6 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_config("DeepseekV3", tmp_path_factory.mktemp("deepseek"), **MIXTURES["DeepseekV3"])
-
-
-def batch_of(num_groups: int = 3, num_samples: int = 3) -> Batch:
-    """Groups with a prompt in common, responses of unequal lengths, and tokens after the last predicted one."""
-    rng = np.random.default_rng(5)
-    tokens, masks, ids = list[list[int]](), list[list[bool]](), list[int]()
-    for group in range(num_groups):
-        prompt = rng.integers(2, 14, 3 + 2 * group).tolist()
-        for index in range(num_samples):
-            response = rng.integers(2, 14, int(rng.integers(1, 9))).tolist()
-            tokens.append([*prompt, *response, 3])
-            masks.append([False] * len(prompt) + [True] * len(response) + [False])
-            ids.append(SampleId(0, group, index).pack())
-    return Batch(np.array(ids, np.int64), {"tokens": Ragged.of(tokens, np.int32), "loss_mask": Ragged.of(masks, np.bool_)})
 
 
 def expected_of(model: Any, batch: Batch, denominator: Denominator, balance: Balance) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -130,7 +116,7 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("denominator", LOSSES)
 def test_gradients_and_metrics_are_those_of_transformers_one_sequence_at_a_time(path: str, denominator: Denominator) -> None:
     """Whether a micro-batch shares prompts, or a mini-batch is cut: a shared prompt counts for each sample that has it."""
-    batch, source = batch_of(), Model(path, "random", balance=BALANCE)
+    batch, source = grouped_batch(), Model(path, "random", balance=BALANCE)
     expected, sums = expected_of(load_model(source, device="cpu", attention="eager"), batch, denominator, BALANCE)
     without, _ = expected_of(load_model(source, device="cpu", attention="eager"), batch, denominator, Balance(loss=1e-9))
     assert apart(without, expected) > 1e-2
@@ -149,7 +135,7 @@ def test_gradients_and_metrics_are_those_of_transformers_one_sequence_at_a_time(
 
 
 def test_experts_that_are_replayed_are_those_that_tokens_are_sent_to(path: str) -> None:
-    batch, routing = batch_of(), "rollout"
+    batch, routing = grouped_batch(), "rollout"
     source = Model(path, "random", balance=BALANCE, routing=routing)
     engine = EmbeddedTrain(source, CPU)
     with started(engine):
@@ -168,7 +154,7 @@ def test_experts_that_are_replayed_are_those_that_tokens_are_sent_to(path: str) 
 @pytest.mark.parametrize("kind", [FsdpTrain, ReplicatedTrain])
 @pytest.mark.parametrize("routing", [None, "trainer"])
 def test_ranks_of_shards_or_replicas_balance_as_one(kind: Any, routing: Routing | None, path: str, followers: Followers) -> None:
-    batch = batch_of(5, 2)
+    batch = grouped_batch(5, 2)
     source = Model(path, "random", balance=BALANCE, routing=routing)
     found = [balance_history(engine, batch) for engine in (EmbeddedTrain(source, CPU), Mirrored(kind, source, CPU, followers))]
     assert found[0].keys() == found[1].keys()
@@ -182,7 +168,7 @@ def test_ranks_of_deepspeed_balance_as_one(zero: int, recomputes: bool, path: st
     pytest.importorskip("deepspeed")
     from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
 
-    batch = batch_of(5, 2)
+    batch = grouped_batch(5, 2)
     bias_step = 1e-3 if "Deepseek" in path else 0.0
     source = Model(path, "random", balance=Balance(loss=0.5, z_loss=0.3, bias_step=bias_step))
     settings = EngineSettings(options={"zero": zero, "activation_checkpointing": recomputes})
@@ -196,7 +182,7 @@ def test_ranks_of_deepspeed_balance_as_one(zero: int, recomputes: bool, path: st
 
 
 def test_biases_follow_the_loads_of_a_step_and_even_them_out(deepseek: str, tmp_path: Path, followers: Followers) -> None:
-    source, batch = Model(deepseek, "random", balance=Balance(bias_step=0.01)), batch_of(8, 4)
+    source, batch = Model(deepseek, "random", balance=Balance(bias_step=0.01)), grouped_batch(8, 4)
     engine = EmbeddedTrain(source, CPU)
     with started(engine):
         before = biases_of(engine)
@@ -240,7 +226,7 @@ def test_biases_of_a_model_in_half_precision_move_by_steps_that_would_be_lost_in
         biases = {name: one for name, one in engine._model.named_buffers() if name.endswith("e_score_correction_bias")}
         for one in biases.values():
             one.fill_(0.9)
-        engine.accumulate(batch_of(8, 4), Objective(NLL))
+        engine.accumulate(grouped_batch(8, 4), Objective(NLL))
         engine.apply(SGD(lr=1e-9), 1.0)
         moved = {round(abs(float(value) - 0.9), 6) for one in biases.values() for value in one.flatten()}
         assert 0.001 in moved

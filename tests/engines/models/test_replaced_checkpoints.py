@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.trainer import EmbeddedTrain

@@ -9,17 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mixture_routing import CPU, MIXTURES, check_routing_against_embedded
+from mixture_routing import (
+    CPU,
+    MIXTURES,
+    check_routing_against_embedded,
+    other_experts,
+    routed_rows,
+    routed_samples,
+    routed_trainer,
+)
 from tiny_models import save_config
 
-from m2flow.engines.contract import EngineSettings, Generated, Objective, Request
+from m2flow.engines.contract import EngineSettings, Objective
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import ReplicatedTrain
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError
-from m2flow.recipe import AdamW, Loss, Model, Sampling
-from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, SampleId, compact_experts, expanded_experts
+from m2flow.recipe import AdamW, Loss, Model
+from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, expanded_experts
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import started
 
@@ -31,48 +39,6 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_config(request.param, tmp_path_factory.mktemp(request.param), **MIXTURES[request.param])
 
 
-def trainer(path: str, **changes: Any) -> EmbeddedTrain:
-    engine = EmbeddedTrain(Model(path, "random", routing="rollout", **changes), CPU)
-    engine.start()
-    with torch.no_grad():
-        for name, buffer in engine._model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
-    return engine
-
-
-def sampled(path: str, weights: EmbeddedTrain, dtype: Any = None, lengths: tuple[int, ...] = (9, 20, 4, 30)) -> list[Generated]:
-    engine = EmbeddedRollout(Model(path, "random", rollout_dtype=dtype, routing="rollout"), CPU)
-    engine.start()
-    engine.load_weights(weights.weights(), 1)
-    prompts = ([2, 3, 4, 5], [2, 3, 4, 5], [7, 8, 9], [10, 11, 12, 13, 2, 3])
-    engine.add(
-        [
-            Request(SampleId(0, i // 2, i % 2).pack(), tuple(prompt), 7 + i, Sampling(max_new_tokens=length, ignore_eos=True))
-            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-    )
-    found: list[Generated] = []
-    while engine.num_unfinished:
-        found += engine.step()
-    engine.stop()
-    return sorted(found, key=lambda one: one.id)
-
-
-def rows_of(generated: list[Generated], *, with_experts: bool = True) -> Batch:
-    tokens = Ragged.of([np.concatenate([one.prompt_tokens, one.tokens]) for one in generated], np.int32)
-    starts = [len(one.prompt_tokens) for one in generated]
-    mask = Ragged.of([np.arange(length) >= start for length, start in zip(tokens.lengths, starts, strict=True)], np.bool_)
-    columns = {"tokens": tokens, "loss_mask": mask}
-    columns["logprobs"] = Ragged.of(
-        [np.concatenate([np.zeros(start), one.logprobs]) for start, one in zip(starts, generated, strict=True)], np.float32
-    )
-    if with_experts:
-        experts = [one.routed_experts for one in generated if one.routed_experts is not None]
-        columns[ROUTED_EXPERTS] = Ragged.of(experts, experts[0].dtype)
-    return Batch(np.array([one.id for one in generated]), columns)
-
-
 def mismatch(engine: EmbeddedTrain, batch: Batch) -> tuple[float, float]:
     """Mean and largest difference of log-probabilities, in nats a token."""
     mask = batch.ragged("loss_mask").values
@@ -81,18 +47,18 @@ def mismatch(engine: EmbeddedTrain, batch: Batch) -> tuple[float, float]:
 
 
 def test_the_rollout_records_the_experts_that_the_trainer_chooses_with_the_same_weights(path: str) -> None:
-    engine = trainer(path)
-    generated = sampled(path, engine)
+    engine = routed_trainer(path)
+    generated = routed_samples(path, engine)
     for one in generated:
         assert one.routed_experts is not None
         assert one.routed_experts.dtype == np.uint8
         assert len(one.routed_experts) == len(one.prompt_tokens) + len(one.tokens)
         assert (expanded_experts(one.routed_experts)[-1] == -1).all()
         assert (expanded_experts(one.routed_experts)[:-1] >= 0).all()
-    batch = rows_of(generated)
+    batch = routed_rows(generated)
     own = replace(engine._source, routing="trainer")
     engine._source = own
-    found = engine.logprobs(batch.without(ROUTED_EXPERTS) if hasattr(batch, "without") else rows_of(generated, with_experts=False))
+    found = engine.logprobs(batch.without(ROUTED_EXPERTS) if hasattr(batch, "without") else routed_rows(generated, with_experts=False))
     recorded, chosen = (expanded_experts(rows.ragged(ROUTED_EXPERTS).values) for rows in (batch, found))
     same = (np.sort(recorded, -1) == np.sort(chosen, -1)).all((1, 2))
     assert same.mean() > 0.97  # Two experts that are equal to the last bit.
@@ -104,19 +70,12 @@ def test_the_rollout_records_the_experts_that_the_trainer_chooses_with_the_same_
 
 
 def test_replay_shrinks_the_mismatch_with_a_rollout_in_bfloat16(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = trainer(path)
-    generated = sampled(path, engine, "bfloat16", (50, 55, 40, 50))
-    without, replayed = (mismatch(engine, rows_of(generated, with_experts=with_experts)) for with_experts in (False, True))
+    engine = routed_trainer(path)
+    generated = routed_samples(path, engine, "bfloat16", (50, 55, 40, 50))
+    without, replayed = (mismatch(engine, routed_rows(generated, with_experts=with_experts)) for with_experts in (False, True))
     with capsys.disabled():
         print(f"\n{Path(path).name}: mean and largest difference in nats {without} without replay, {replayed} with it")
     assert replayed[0] < 0.7 * without[0]
-
-
-def other_experts(batch: Batch, num_experts: int = 8) -> Batch:
-    """The batch with each token sent to the next expert."""
-    known = expanded_experts(batch.ragged(ROUTED_EXPERTS).values)
-    moved = np.where(known >= 0, (known + 1) % num_experts, -1).astype(np.int16)
-    return batch.with_columns(**{ROUTED_EXPERTS: Ragged(compact_experts(moved, num_experts), batch.ragged("tokens").offsets)})
 
 
 def gradients(engine: EmbeddedTrain, batches: list[Batch]) -> dict[str, torch.Tensor]:
@@ -128,8 +87,8 @@ def gradients(engine: EmbeddedTrain, batches: list[Batch]) -> dict[str, torch.Te
 
 
 def test_gates_of_given_experts_are_of_the_current_logits_so_routers_learn_and_gradients_are_finite_differences(path: str) -> None:
-    engine = trainer(path)
-    batch = other_experts(rows_of(sampled(path, engine)))
+    engine = routed_trainer(path)
+    batch = other_experts(routed_rows(routed_samples(path, engine)))
     found = gradients(engine, [batch])
     routers = [name for name in found if name.endswith("gate.weight")]
     assert routers
@@ -150,8 +109,8 @@ def test_gates_of_given_experts_are_of_the_current_logits_so_routers_learn_and_g
 
 
 def test_replay_does_not_depend_on_micro_batches_shared_prompts_or_order(path: str) -> None:
-    engine = trainer(path)
-    batch = other_experts(rows_of(sampled(path, engine)))
+    engine = routed_trainer(path)
+    batch = other_experts(routed_rows(routed_samples(path, engine)))
     # Two samples of a group whose prompts were routed differently do not share it.
     experts = batch.ragged(ROUTED_EXPERTS)
     changed = experts.values.copy()
@@ -166,8 +125,8 @@ def test_replay_does_not_depend_on_micro_batches_shared_prompts_or_order(path: s
 
 
 def test_the_trainers_own_old_routing_is_replayed_after_its_weights_changed(path: str) -> None:
-    engine = trainer(path)
-    batch = rows_of(sampled(path, engine), with_experts=False)
+    engine = routed_trainer(path)
+    batch = routed_rows(routed_samples(path, engine), with_experts=False)
     engine._source = replace(engine._source, routing="trainer")
     before = engine.logprobs(batch)
     engine.accumulate(batch, Objective(LIKELIHOOD))
@@ -195,14 +154,14 @@ def test_the_trainers_own_old_routing_is_replayed_after_its_weights_changed(path
     ],
 )
 def test_ranks_of_shards_or_replicas_replay_and_record_as_one(kind: Any, routing: Any, ep: int, path: str, followers: Followers) -> None:
-    batch = other_experts(rows_of(sampled(path, trainer(path))))
+    batch = other_experts(routed_rows(routed_samples(path, routed_trainer(path))))
     model, settings = Model(path, "random", routing=routing), replace(CPU, options={"ep": ep} if ep > 1 else {})
     check_routing_against_embedded(Mirrored(kind, model, settings, followers), model, batch)
 
 
 def test_a_rank_whose_samples_have_no_masked_tokens_does_as_the_others(path: str, followers: Followers) -> None:
     """The groups are shared out over ranks: no token of the second is trained on."""
-    generated = rows_of(sampled(path, trainer(path)), with_experts=False)
+    generated = routed_rows(routed_samples(path, routed_trainer(path)), with_experts=False)
     mask = generated.ragged("loss_mask")
     batch = generated.with_columns(loss_mask=Ragged(np.where(np.repeat([1, 1, 0, 0], mask.lengths), mask.values, False), mask.offsets))
     model, found = Model(path, "random", routing="trainer"), []
@@ -221,7 +180,7 @@ def test_ranks_of_deepspeed_replay_and_record_as_one(zero: int, recomputes: bool
     pytest.importorskip("deepspeed")
     from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
 
-    batch = other_experts(rows_of(sampled(path, trainer(path))))
+    batch = other_experts(routed_rows(routed_samples(path, routed_trainer(path))))
     model = Model(path, "random", routing="trainer" if recomputes else "rollout")
     settings = EngineSettings(options={"zero": zero, "activation_checkpointing": recomputes})
     check_routing_against_embedded(Mirrored(DeepSpeedTrain, model, settings, followers), model, batch)
