@@ -273,7 +273,7 @@ def engines_command(as_json: bool, markdown: bool, cluster: Path | None) -> None
         console.width = 160
     console.print(table)
     here = {(info.name, info.kind): set(info.capabilities.parallel_layouts.names()) for info in found}
-    beyond = {key: [name for name in layouts.names() if name not in here.get(key, ())] for key, layouts in PLANNED.items()}
+    beyond = {key: [name for name in degrees if name not in here.get(key, ())] for key, degrees in PLANNED.items()}
     planned = "; ".join(f"{name} ({kind}) with {', '.join(names)}" for (name, kind), names in beyond.items() if names)
     if planned:
         console.print(f"\nTo plan and simulate with, but not to run here: {planned}")

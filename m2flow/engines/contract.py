@@ -337,6 +337,8 @@ class ParallelLayouts:
     demands it, or always."""
     recompute_option: tuple[str, bool | str] = ("recompute", True)
     """The option that tells it to, and its value. Where a spec has the option, plans go by that."""
+    options: tuple[tuple[Literal["tp", "pp", "sp", "ep", "zero", "offload"], str], ...] = ()
+    """What a trainer's degrees are called among its options. Where a spec has such an option, plans go by that; else a run by the plan."""
 
     @property
     def has_replicas_alone(self) -> bool:

@@ -197,6 +197,7 @@ _BUILT_IN = (
                 keeps_experts_whole=True,
                 gathers_keys=True,
                 recomputes="where needed",
+                options=(("tp", "tp"), ("pp", "pp"), ("sp", "cp"), ("ep", "ep")),
             ),
         ),
         "The embedded trainer over any number of ranks: weights and states spread by FSDP2; experts, layers and sequences too.",
@@ -223,6 +224,7 @@ _BUILT_IN = (
                 offload=True,
                 recomputes="always",
                 recompute_option=("activation_checkpointing", True),
+                options=(("tp", "tp"), ("sp", "sp"), ("zero", "zero"), ("offload", "offload_optimizer")),
             ),
         ),
         "DeepSpeed: ZeRO 0 to 3 over any number of ranks, layers or sequences split among them, states in the host's memory.",
@@ -255,6 +257,14 @@ _BUILT_IN = (
                 divides_layers=True,
                 recomputes="always",
                 recompute_option=("recompute", "full"),
+                options=(
+                    ("tp", "tp"),
+                    ("pp", "pp"),
+                    ("sp", "cp"),
+                    ("ep", "ep"),
+                    ("zero", "zero"),
+                    ("offload", "offload_optimizer"),
+                ),
             ),
         ),
         "Megatron-core: layers, stages, sequences and experts split over any number of ranks, its optimiser's states spread.",
@@ -390,10 +400,27 @@ def check_trainer(name: str, model: Model, options: Mapping[str, object], num_ra
         getattr(importlib.import_module(module), function)(model, options, num_ranks)
 
 
-def train_options(name: str, options: Mapping[str, object], *, recomputes: bool) -> dict[str, object]:
-    """The options of a train engine, with what a plan says of it. What they say themselves stays."""
-    option, value = engine_named(name, "train").capabilities.parallel_layouts.recompute_option
-    return {**({option: value} if recomputes else {}), **options}
+def train_options(name: str, options: Mapping[str, object], planned: Mapping[str, int | bool]) -> dict[str, object]:
+    """The options of a train engine, with what a plan says of its layout. What they say themselves stays.
+
+    Args:
+        planned: degrees beyond one device (`tp`, `pp`, `sp`, `ep`, `zero`, `offload`), and `recompute`.
+    Raises:
+        EngineError: the plan has a degree that this engine has not.
+
+    >>> train_options("fsdp", {"share_prompts": False}, {"tp": 2, "sp": 4})
+    {'tp': 2, 'cp': 4, 'share_prompts': False}
+    """
+    layouts = engine_named(name, "train").capabilities.parallel_layouts
+    option, value = layouts.recompute_option
+    told = {known: planned[degree] for degree, known in layouts.options if degree in planned}
+    lacking = [degree for degree in planned if degree not in ("zero", "recompute", *dict(layouts.options))]
+    if lacking:
+        raise EngineError(
+            f"the plan lays the train engine {name!r} out with {lacking[0]} {planned[lacking[0]]}, which it does not have",
+            now=f"Pin another layout (`pin: {{train: {{layout: {{{lacking[0]}: 1}}}}}}`), or take an engine that has it (`m2flow engines`).",
+        )
+    return {**told, **({option: value} if planned.get("recompute") else {}), **options}
 
 
 def server_of(info: EngineInfo) -> Product | None:

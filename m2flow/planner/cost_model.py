@@ -50,7 +50,7 @@ from typing import ParamSpec, TypeVar, final
 
 import msgspec
 
-from m2flow.engines.contract import ZERO_BUBBLE
+from m2flow.engines.contract import ZERO_BUBBLE, ParallelLayouts
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
     Arithmetic,
@@ -543,6 +543,12 @@ def _memoised(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return answer
 
 
+def _is_as_told(layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
+    """Whether a trainer's layout has the degrees that its options in the spec say."""
+    told = {degree: options[name] for degree, name in offers.options if name in options}
+    return all(getattr(layout, degree) == (bool(value) if degree == "offload" else value) for degree, value in told.items())
+
+
 @final
 class ModelledCosts(Costs):
     """The modelled costs of one flow on one cluster.
@@ -613,7 +619,7 @@ class ModelledCosts(Costs):
         offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
         legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node)
         options = self._spec.train.options if engine.kind == "train" else {}
-        ordered = [layout for layout in legal if can_order(shape, layout, options)]
+        ordered = [layout for layout in legal if can_order(shape, layout, options) and _is_as_told(layout, offers, options)]
         return (*self._with_recomputed(engine, pool, ordered), *self._over_nodes(engine, num_devices, per_node))
 
     def _with_recomputed(self, engine: EngineId, pool: str, layouts: Sequence[Layout]) -> Sequence[Layout]:

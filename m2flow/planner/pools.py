@@ -21,9 +21,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
@@ -562,19 +562,8 @@ def _memory_gib() -> float | None:
     return int(line.split()[1]) / 2**20
 
 
-PLANNED: dict[tuple[str, EngineKind], ParallelLayouts] = {
-    ("deepspeed", "train"): ParallelLayouts(
-        tp=None,
-        sp=None,
-        dp=None,
-        ep=None,
-        zero=(0, 1, 2, 3),
-        offload=True,
-        recomputes="always",
-        recompute_option=("activation_checkpointing", True),
-    ),
-}
-"""Layouts that can be planned for beyond what the engine of that name supports here, to see what they would gain.
+PLANNED: dict[tuple[str, EngineKind], tuple[str, ...]] = {("deepspeed", "train"): ("ep",)}
+"""Degrees that can be planned for, as large as one likes, beyond what the engine of that name supports, to see what they would gain.
 
 DeepSpeed's pipelines are not offered: they need a model written as a pipeline, and work with ZeRO 0 and 1 only."""
 
@@ -586,11 +575,12 @@ def offered(name: str, kind: EngineKind) -> ParallelLayouts:
         EngineError: there is no such engine.
     """
     known = {(info.name, info.kind): info.capabilities.parallel_layouts for info in engines() if info.kind == kind}
-    found = PLANNED.get((name, kind)) or known.get((name, kind))
+    found = known.get((name, kind))
     if found is None:
-        names = sorted({one for one, of in [*known, *PLANNED] if of == kind})
+        names = sorted({one for one, of in known if of == kind})
         raise EngineError(f"there is no {kind} engine {name!r} to plan for", now=f"There are {', '.join(names)}; see `m2flow engines`.")
-    return found
+    beyond: Any = dict.fromkeys(PLANNED.get((name, kind), ()))
+    return replace(found, **beyond)
 
 
 def adds_adapters(engine: str) -> bool:

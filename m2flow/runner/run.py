@@ -104,7 +104,7 @@ def check_engines(plan: Plan, spec: ClusterSpec, models: Mapping[str, Model]) ->
         for slot in worker.engines:
             check_engine(slot.engine, slot.kind, worker.device, options.get(slot.kind) if spec.launcher == "local" else None)
             if slot.kind == "train" and slot.role in models:
-                given = train_options(slot.engine, spec.train.options, recomputes=slot.recompute)
+                given = train_options(slot.engine, spec.train.options, slot.planned)
                 check_trainer(slot.engine, models[slot.role], given, worker.ranks)
 
 

@@ -12,7 +12,7 @@ from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.registry import train_options
-from m2flow.errors import PlanError
+from m2flow.errors import EngineError, PlanError
 from m2flow.micro.controller.online_replanning import pinned_to
 from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol.cost_terms import EngineId, Layout
@@ -24,7 +24,7 @@ from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.search import find_plan
 from m2flow.planner.workload import CallLoad, Extent, Workload
 from m2flow.rollout_scheduling.lengths import parse_lengths
-from m2flow.spec import ClusterSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing.train_suite import PPO, samples, started
 
 ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")
@@ -123,10 +123,10 @@ def test_a_run_goes_by_the_plan() -> None:
     [("fsdp", {"recompute": True}), ("deepspeed", {"activation_checkpointing": True}), ("megatron", {"recompute": "full"})],
 )
 def test_an_engine_is_told_by_its_own_option_unless_the_spec_says_otherwise(engine: str, found: dict[str, Any]) -> None:
-    assert train_options(engine, {"tp": 2}, recomputes=True) == {"tp": 2, **found}
-    assert train_options(engine, {"tp": 2}, recomputes=False) == {"tp": 2}
+    assert train_options(engine, {"tp": 2}, {"recompute": True}) == {"tp": 2, **found}
+    assert train_options(engine, {"tp": 2}, {}) == {"tp": 2}
     own = dict.fromkeys(found, "selective")
-    assert train_options(engine, own, recomputes=True) == own
+    assert train_options(engine, own, {"recompute": True}) == own
 
 
 def test_a_trainer_of_a_plan_with_recomputation_keeps_fewer_activations(tmp_path: Path) -> None:
@@ -139,3 +139,41 @@ def test_a_trainer_of_a_plan_with_recomputation_keeps_fewer_activations(tmp_path
             engine.accumulate(samples(VOCABULARY), PPO)
             num_computed.append(len(calls))
     assert num_computed[1] == 2 * num_computed[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "told"),
+    [
+        ("fsdp", {"tp": 2, "pp": 2, "sp": 1}, {"tp": 2, "pp": 2}),
+        ("fsdp", {"tp": 1, "pp": 1, "sp": 2}, {"cp": 2}),
+        ("deepspeed", {"tp": 1, "sp": 2, "zero": 2}, {"sp": 2, "zero": 2, "activation_checkpointing": True}),
+        ("megatron", {"tp": 2, "pp": 2, "sp": 2, "zero": 0}, {"tp": 2, "pp": 2, "cp": 2, "recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_a_trainer_is_laid_out_as_the_plan_says(engine: str, layout: dict[str, Any], told: dict[str, Any]) -> None:
+    pin = PinSpec(num_devices=8, layout=LayoutSpec(**layout), offload=False)
+    spec = cluster(FITS, engine).model_copy(update={"pin": {"policy.train": pin}})
+    choice = planned(spec)
+    (worker,) = [worker for worker in workers_of_choice(choice, spec, "cuda:0") if any(slot.kind == "train" for slot in worker.engines)]
+    (slot,) = [slot for slot in worker.engines if slot.kind == "train"]
+    assert worker.ranks == 8
+    assert train_options(engine, {}, slot.planned) == told
+    assert train_options(engine, {"tp": 8}, slot.planned)["tp"] == 8
+    assert msgspec.json.decode(msgspec.json.encode(slot), type=EngineSlot) == slot
+
+
+def test_a_degree_that_an_engine_has_not_is_refused_by_name() -> None:
+    with pytest.raises(EngineError, match="'deepspeed' out with ep 4") as refused:
+        train_options("deepspeed", {}, {"sp": 2, "ep": 4})
+    assert "layout: {ep: 1}" in refused.value.now
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "expected"),
+    [("fsdp", {"tp": 4, "cp": 2}, {"tp": 4, "sp": 2}), ("deepspeed", {"zero": 2, "offload_optimizer": True}, {"zero": 2, "offload": True})],
+    ids=str,
+)
+def test_a_plan_goes_by_the_degrees_that_the_spec_gives_its_trainer(engine: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    layout = layout_of(planned(cluster(FITS, engine, options=options)))
+    assert {name: getattr(layout, name) for name in expected} == expected

@@ -24,7 +24,8 @@ the memory nor the time of these. A speaker that is pinned otherwise than the ro
 own: by rule as many as it has devices in the pin, by search where its turns, as a generation of its own, are best placed. Its turns are
 asked for over channels (`m2flow.agents.remote_speakers`).
 
-Degrees of parallelism (`EngineSlot.tp`, `.pp`, `.ep`) become arguments of the inference server. By rule the spec pins them
+Degrees of parallelism (`EngineSlot.tp`, `.pp`, `.ep`) become arguments of the inference server, and options of a trainer that does not
+have them in the spec (`m2flow.engines.registry.train_options`). By rule the spec pins them
 (`pin: {policy.rollout: {layout: {tp: 2}}}`); a search chooses them. If it searched the cores of this machine, degrees are threads of a
 process, and no server is laid out by them (`m2flow.spec.ClusterSpec.planned_pools`).
 """
@@ -49,6 +50,7 @@ from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, WeightsSpec
 
 _NAMES = ("tp", "pp", "ep")
+_TRAINERS = (*_NAMES, "sp", "zero", "offload")
 
 
 def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
@@ -59,10 +61,11 @@ def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
 
 
 def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec) -> EngineSlot:
-    """A rollout engine with the degrees of its placement, or a trainer with whether it recomputes layers there."""
+    """An engine with the degrees of its placement, and a trainer with whether it recomputes layers there."""
     if placement.engine.kind == "train":
         is_planned_for = bool(spec.pools) and placement.footprint.gradients > 0 and slot.engine in _recomputing()
-        return msgspec.structs.replace(slot, recompute=placement.layout.recompute or is_planned_for)
+        degrees = {name: getattr(placement.layout, name) for name in _TRAINERS} if spec.pools else {}
+        return msgspec.structs.replace(slot, **degrees, recompute=placement.layout.recompute or is_planned_for)
     if not spec.pools:
         return slot
     return msgspec.structs.replace(slot, **{name: getattr(placement.layout, name) for name in _NAMES})

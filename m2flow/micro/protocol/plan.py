@@ -164,11 +164,24 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """Under a lease, of a trainer that offloads: the share of a generation's samples that have ended when it onloads again, while the
     others still run. 0: when none runs."""
     tp: int = 1
-    """Tensor parallel degree of each instance of a rollout engine; `pp` and `ep`: pipeline and expert parallel degrees."""
+    """Tensor parallel degree of a trainer, or of each instance of a rollout engine; likewise `pp` and `ep`."""
     pp: int = 1
     ep: int = 1
     recompute: bool = False
-    """Of a trainer: each layer keeps only what comes in, and is computed again in the backward pass."""
+    """Whether each layer of a trainer keeps only what comes in, and is computed again in the backward pass."""
+    sp: int = 1
+    """Ranks of a trainer that share each sequence."""
+    zero: int = 0
+    """ZeRO stage of a trainer."""
+    offload: bool = False
+    """Whether a trainer's optimiser is in the host's memory."""
+
+    @property
+    def planned(self) -> dict[str, int | bool]:
+        """What a plan says of a trainer's layout, beyond one device."""
+        plain = EngineSlot(self.role, self.kind, self.engine)
+        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute")
+        return {name: value for name in names if (value := getattr(self, name)) != getattr(plain, name)}
 
     @property
     def takes_turn(self) -> str:
@@ -544,8 +557,8 @@ def _turn(slot: EngineSlot) -> str:
 
 
 def _degrees(slot: EngineSlot) -> str:
-    degrees = (("tp", slot.tp), ("pp", slot.pp), ("ep", slot.ep))
-    return "".join(f", {name} {degree}" for name, degree in degrees if degree > 1) + ", layers recomputed" * slot.recompute
+    degrees = [f", {name} {slot.planned[name]}" for name in ("tp", "pp", "sp", "ep", "zero") if name in slot.planned]
+    return "".join(degrees) + ", optimizer offloaded" * slot.offload + ", layers recomputed" * slot.recompute
 
 
 def _how(stage: Stage) -> str:

@@ -59,7 +59,7 @@ Computed = Literal["logprobs", "top_logprobs", "values", "scores"]
 
 def make_own_train(slot: EngineSlot, model: Model, settings: EngineSettings) -> TrainEngine:
     """Make the train engine of a single process."""
-    options = train_options(slot.engine, settings.options, recomputes=slot.recompute)
+    options = train_options(slot.engine, settings.options, slot.planned)
     return make_train(slot.engine, model, replace(settings, options=options))
 
 
