@@ -32,6 +32,7 @@ import asyncio
 import contextlib
 import inspect
 import random
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -58,6 +59,25 @@ class Agent:
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function(*args, **kwargs)
 
+    @property
+    def may_use_tools(self) -> bool:
+        """Whether its code, or that of a function that it calls by name, gives tools to a chat, or opens an endpoint to those of others."""
+        waiting, seen = [self.function], set[object]()
+        while waiting:
+            function = inspect.unwrap(waiting.pop())
+            if (code := getattr(function, "__code__", None)) is None or code in seen:
+                continue
+            seen.add(code)
+            names = _names_in(code)
+            if not names.isdisjoint(("tools", "endpoint")):
+                return True
+            cells = dict(zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False))
+            for name in names:
+                with contextlib.suppress(ValueError):  # A cell that is empty still.
+                    found = cells[name].cell_contents if name in cells else getattr(function, "__globals__", {}).get(name)
+                    waiting += [found] if inspect.isfunction(found) else []
+        return False
+
     @classmethod
     def of(cls, function: Callable[..., object]) -> Agent:
         """The agent itself, or one of a plain async function."""
@@ -76,8 +96,10 @@ def agent(
     A further parameter whose type is an async context manager is a resource of the episode (a sandbox), which the tools share.
 
     Args:
-        tool_calls: the form in which the model writes calls, `hermes`, `llama3` or `mistral`; by default what its chat template asks for.
-            Or a function of the model's raw text, which returns the text without calls, and a list of `ToolCall`.
+        tool_calls: the form in which the model writes calls: `hermes`, `qwen3_coder`, `glm45`, `llama3`, `mistral`, `deepseek_v3`,
+            `kimi_k2`, `harmony`, `phi4_mini` or `gemma`; by default what its chat template asks for, and a template that presents tools in
+            none of these forms is refused. Or a function of the model's raw text, which returns the text without calls, and a list of
+            `ToolCall`.
     """
     if not (tool_calls is None or callable(tool_calls) or tool_calls in FAMILIES):
         raise OptionError(f"@agent(tool_calls={tool_calls!r:.60}); known are {', '.join(FAMILIES)}, or a function of the model's text")
@@ -101,6 +123,20 @@ def _agent(function: Callable[..., object], tool_calls: Family | Parser | None) 
             f"@agent {name}: nothing gives it the parameter {hints[0][0]!r}", now="Close over it, or take it from the row: row.answer."
         )
     return Agent(function, resources, tool_calls, name)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names in a function's code: variables, attributes, and those by which it gives arguments."""
+    found = {*code.co_names, *code.co_freevars}
+    for one in code.co_consts:
+        found |= (
+            _names_in(one)
+            if isinstance(one, types.CodeType)
+            else {name for name in one if isinstance(name, str)}
+            if isinstance(one, tuple)
+            else set()
+        )
+    return found
 
 
 class Reply(NamedTuple):
@@ -170,7 +206,7 @@ class Turn:
     """It was cut off, by a limit of tokens."""
     num_tokens: int
     raw: str = ""
-    """All that it said, as text: with what was written of tool calls."""
+    """All that it said, as text: with what was written of tool calls, and the special tokens among that."""
     num_context: int = 0
     """Tokens before it, of which it is the continuation."""
 
@@ -443,6 +479,7 @@ class Chat:
             if is_first:
                 ids = conversation.begun(new, [one.description for one in self._tools.values()])
             else:
+                conversation.offer([one.description for one in self._tools.values() if one.name not in conversation.offered])
                 written = conversation.rewritten(_messages(new))
                 ids = conversation.followed(_messages(new)) if written is None else written.ids
         except DatasetError as error:
@@ -476,7 +513,7 @@ class Chat:
         is_whole = reply.finish is Finish.STOP
         text, calls = conversation.heard(reply.tokens, reply.text, is_whole=is_whole, tools=self._fault)
         left = calls if self.num_turns < self._max_turns else ()
-        return Turn(text, left, not is_whole, len(reply.tokens), reply.text, len(self._context) - len(reply.tokens))
+        return Turn(text, left, not is_whole, len(reply.tokens), conversation.raw, len(self._context) - len(reply.tokens))
 
 
 def _messages(new: str | Sequence[Message]) -> list[Message]:

@@ -8,12 +8,17 @@ its next turn. This *bridge* is cut out of the rendered conversation behind a ma
     <user>2+2?<end>\\n<assistant>MARK<end>\\n<tool>4<end>\\n<assistant>
                                     ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^  the bridge; its first token is left out where the model sampled it
 
+Where that turn has calls, the marker stands in the arguments of the last one, and the bridge begins at the token that ends the turn: a
+template may need a call's name and id to write its result. Some templates refuse two calls in one turn; such a turn stands in what is
+rendered as the text that the model wrote.
+
 So nothing that was sampled is tokenised again, whatever a tokenizer would make of its text, and no newline of the template is lost. The
 tokens equal those of the whole conversation, rendered at once, wherever the template extends what was there and the model's text comes
-back from the tokenizer as it went in. Some templates do not extend: they drop a model's thinking once a further user's message follows.
-Then the tokens of the model's turn stay as they are with `history="append"`; with `"refuse"` the episode ends with an error; and with
-`"fork"` the conversation goes on in a sequence of its own, whose prompt is the conversation as the template writes it now (`rewritten`).
-What was said before stays, as it was sampled, in the sequence that it was said in, and is trained there.
+back from the tokenizer as it went in. Some templates do not extend: they drop a model's thinking once a further user's message follows, or
+move the tools to it. Then the tokens of before stay as they are with `history="append"`, and tools are not shown twice; with `"refuse"` the
+episode ends with an error; and with `"fork"` the conversation goes on in a sequence of its own, whose prompt is the conversation as the
+template writes it now (`rewritten`). What was said before stays, as it was sampled, in the sequence that it was said in, and is trained
+there.
 
 A text for a model without a chat template is *raw*: what is said is appended as it stands.
 
@@ -27,11 +32,16 @@ Source:
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
+import typing
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
-from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, family_of, parsed
+from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, check_family, family_of, harmony_parts, parsed
 from m2flow.engines.contract import Language
 from m2flow.errors import DatasetError
 from m2flow.recipe import History
@@ -41,11 +51,100 @@ _MARK = "m2flow1marker2of3turn"
 _THOUGHT = "m2flow1marker2of3thought"
 
 
-def rewrites(language: Language, role: str) -> bool:
-    """Whether the chat template drops a model's thinking when a message of this role follows. Raises `DatasetError`: it refuses that."""
-    said = f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"
-    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}, {"role": role, "content": "b"}]
-    return _THOUGHT not in language.conversation(probe, [])
+_TOOL: Mapping[str, object] = {
+    "type": "function",
+    "function": {"name": "m2flow_probe", "description": "", "parameters": {"type": "object", "properties": {}, "required": []}},
+}
+_ENDS = {"<|return|>": "<|end|>"}
+"""Tokens by which a model ends its last turn -> those that its template writes there (gpt-oss)."""
+
+
+def rewrites(language: Language, role: str, *, has_tools: bool) -> str:
+    """What the chat template does to what was said before when a message of this role follows; empty: nothing.
+
+    Raises:
+        DatasetError: it refuses such a message.
+    """
+    known = _habits(language).rewrites
+    if (role, has_tools) not in known:
+        known[role, has_tools] = _rewrites(language, role, has_tools)
+    return known[role, has_tools]
+
+
+def _rewrites(language: Language, role: str, has_tools: bool) -> str:
+    is_harmony = family_of(language.template) == "harmony"
+
+    def turn(said: str, **calls: object) -> Message:
+        apart = {"role": "assistant", "content": "" if calls else said, "thinking": _THOUGHT}
+        return {**(apart if is_harmony else {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{said}"}), **calls}
+
+    asked, new = {"role": "user", "content": "a"}, {"role": role, "content": "b", "name": "m2flow_probe", "tool_call_id": "call00000"}
+    is_result = role == "tool"
+    if not (is_result and is_harmony) and _THOUGHT not in language.conversation([asked, turn(_MARK), new], []):
+        return "drop the model's thinking"
+    if not has_tools:
+        return ""
+    habits = _habits(language)
+    if habits.moves_tools and role == "user":
+        return "move the tools"
+    call = habits.written({"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": {_MARK: _MARK}}})
+    before = [asked, turn("", tool_calls=[call])]
+    if not is_result:
+        before += [{**new, "role": "tool"}, turn(_MARK)]
+    try:
+        old, more = (language.conversation(messages, [_TOOL]) for messages in (before, [*before, new]))
+    except DatasetError:
+        return ""  # It takes no calls, as an agent's model may write none.
+    old = old[: old.rfind(_MARK) + len(_MARK)]
+    if more.startswith(old):
+        return ""
+    return "drop the model's thinking" if more.count(_THOUGHT) < old.count(_THOUGHT) else "write the model's calls anew"
+
+
+class _Habits:
+    """What a chat template does with tools."""
+
+    def __init__(self, language: Language) -> None:
+        self.rewrites: dict[tuple[str, bool], str] = {}
+        asked: list[Message] = [{"role": "user", "content": f"a{_MARK}"}]
+        more: list[Message] = [*asked, {"role": "assistant", "content": "c"}, {"role": "user", "content": "b"}]
+        self.moves_tools = False
+        """Once a further user's message follows, the tools stand at that."""
+        with contextlib.suppress(DatasetError):
+            first, then = (language.conversation(one, [_TOOL]).partition(_MARK)[0] for one in (asked, more))
+            self.moves_tools = first != then
+        self.wants_text = (
+            self._takes(language, {_MARK: _THOUGHT}) is not True and self._takes(language, json.dumps({_MARK: _THOUGHT})) is True
+        )
+        """It takes the arguments of a call as a text alone."""
+
+    @staticmethod
+    def _takes(language: Language, arguments: object) -> bool:
+        call = {"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": arguments}}
+        try:
+            written = language.conversation(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}], [_TOOL]
+            )
+        except DatasetError:
+            return False
+        return f"'{_MARK}'" not in written  # That is how Python writes it.
+
+    def written(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A call as the template takes it."""
+        function = call["function"]
+        if not self.wants_text or isinstance(function["arguments"], str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+_known_habits: weakref.WeakKeyDictionary[Language, _Habits] = weakref.WeakKeyDictionary()
+
+
+def _habits(language: Language) -> _Habits:
+    found = _known_habits.get(language)
+    if found is None:
+        found = _known_habits[language] = _Habits(language)
+    return found
 
 
 class Rewritten(NamedTuple):
@@ -67,10 +166,17 @@ class Conversation:
     def __init__(self, language: Language, history: History = "append", family: Family | Parser | None = None) -> None:
         self.messages: list[Message] = []
         self.prompt_text: str | None = None
+        self.raw = ""
+        """The model's last turn as text, with the special tokens that its calls are written with."""
         self._language = language
         self._history = history
-        self._parser: Parser = family if callable(family) else self._of_family(family)
+        self._form: Family | Parser | None = family or family_of(language.template)
+        """None: the template presents tools in a form that is not known."""
         self._tools: list[Mapping[str, object]] = []
+        self.offered: dict[str, Mapping[str, object]] = {}
+        """Tool that the model may call -> the JSON Schema of its parameters."""
+        self._raws: dict[int, str] = {}
+        """Message -> the model's turn as it wrote it, of those with calls."""
         self._is_raw = False
         self._last = -1
         """Last token of the model's last turn."""
@@ -81,14 +187,16 @@ class Conversation:
 
     def copy(self) -> Conversation:
         """The same conversation so far, to go on in another way."""
-        other = Conversation(self._language, self._history)
-        other.messages, other.prompt_text, other._parser = list(self.messages), self.prompt_text, self._parser
-        other._tools, other._is_raw, other._last, other._text = list(self._tools), self._is_raw, self._last, self._text
+        other = copy.copy(self)
+        other.messages, other._tools = list(self.messages), list(self._tools)
+        other.offered, other._raws = dict(self.offered), dict(self._raws)
         return other
 
-    def _of_family(self, family: Family | None) -> Parser:
-        chosen = family or family_of(self._language.template)
-        return lambda text: parsed(text, chosen)
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Take note of tools that the model may call from here on. Raises `DatasetError`: nobody knows how its calls are read."""
+        if tools and self._form is None:
+            check_family(self._language.template)
+        self.offered |= {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
     @property
     def has_begun(self) -> bool:
@@ -97,6 +205,7 @@ class Conversation:
     def begun(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[int]:
         """The tokens of a conversation that begins with this. Raises `DatasetError`: the chat template refuses it."""
         check_prompt(content, "what the agent says")
+        self.offer(tools)
         if not self._language.template and not isinstance(content, str) and [one["role"] for one in content] == ["user"]:
             content = str(content[0].get("content") or "")  # A model without a template reads the text as it stands.
         shows_tools = bool(tools) and bool(self._language.template)
@@ -107,7 +216,7 @@ class Conversation:
             self.prompt_text = self._language.prompt_text(content)
             ids = list(self._language.encode_prompt(content))
         else:
-            self.prompt_text = self._language.conversation(messages, self._tools)
+            self.prompt_text = self._rendered(messages, self._tools)
             ids = list(self._language.encode_target(self.prompt_text))
         self.messages = messages  # Not before: a conversation that was refused has not begun.
         self._text = _dense(self.prompt_text or "")
@@ -123,17 +232,66 @@ class Conversation:
         check_prompt(list(new), "what the agent says")
         if self._is_raw:
             return list(self._language.encode_target("".join(str(one.get("content") or "") for one in new)))
-        if self._history == "refuse" and rewrites(self._language, str(new[0]["role"])):
+        role = str(new[0]["role"])
+        if self._history == "refuse" and (how := rewrites(self._language, role, has_tools=bool(self._tools))):
             raise EpisodeFailed(
                 "history_rewritten",
-                f"the chat template rewrites what the model said once a message of the role {new[0]['role']!r} follows; history='refuse'",
+                f"the chat template rewrites what was said ({how}) once a message of the role {role!r} follows; history='refuse'",
             )
-        rendered = self._language.conversation([*self.messages[:-1], {"role": "assistant", "content": _MARK}, *new], self._tools)
+        ids = self._bridge(new)
+        if self._last not in self._language.eos_ids or not ids:
+            return ids
+        end = _ENDS.get(self._language.decode_all([self._last]))
+        return ids[1:] if ids[0] == self._last or (end and self._language.decode_all(ids[:1]) == end) else ids
+
+    def _bridge(self, new: Sequence[Message]) -> list[int]:
+        """What the template writes after the model's last turn, its end included."""
+        # What moves to the new message stands before already.
+        tools = [] if self._tools and _habits(self._language).moves_tools else self._tools
+        if self.messages[-1].get("tool_calls") and (ids := self._after_calls(new, tools)):
+            return ids
+        rendered = self._rendered([*self.messages[:-1], {"role": "assistant", "content": _MARK}, *new], tools)
         _, mark, bridge = rendered.rpartition(_MARK)
         if not mark:
             raise DatasetError("the chat template does not write what the assistant said", now="Write the conversation as raw text.")
-        ids = list(self._language.encode_target(bridge))
-        return ids[1:] if self._last in self._language.eos_ids and ids[:1] == [self._last] else ids
+        return list(self._language.encode_target(bridge))
+
+    def _after_calls(self, new: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[int] | None:
+        """The bridge behind a turn with calls; None where the template does not write them, or no end of the turn."""
+        last = self.messages[-1]
+        *others, call = typing.cast(Any, last["tool_calls"])
+        marked = {**call, "function": {**call["function"], "arguments": {_MARK: _MARK}}}
+        try:
+            rendered = self._rendered([*self.messages[:-1], {**last, "tool_calls": [*others, marked]}, *new], tools)
+        except DatasetError:
+            return None
+        _, mark, rest = rendered.rpartition(_MARK)
+        ids = list(self._language.encode_target(rest)) if mark else []
+        at = next((at for at, id in enumerate(ids) if id in self._language.eos_ids), None)
+        if at is None:
+            return None
+        added, closing = str(new[0].get("content") or ""), self._language.decode_all(ids[:at])
+        return None if added and (added in closing or json.dumps(added)[1:-1] in closing) else ids[at:]
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
+        """Messages as the template writes them. Raises `DatasetError`: it refuses them."""
+        if not any(one.get("tool_calls") for one in messages):
+            return self._language.conversation(messages, tools)
+        habits = _habits(self._language)
+        written: list[Message] = [
+            {**one, "tool_calls": [habits.written(call) for call in typing.cast(Any, one["tool_calls"])]} if one.get("tool_calls") else one
+            for one in messages
+        ]
+        try:
+            return self._language.conversation(written, tools)
+        except DatasetError:
+            several = {at for at, raw in self._raws.items() if at < len(messages) and len(typing.cast(Any, messages[at]["tool_calls"])) > 1}
+            if not several:
+                raise
+        as_text: list[Message] = [
+            {"role": "assistant", "content": self._raws[at]} if at in several else one for at, one in enumerate(written)
+        ]
+        return self._language.conversation(as_text, tools)
 
     def rewritten(self, new: Sequence[Message]) -> Rewritten | None:
         """The conversation with these messages, where the template writes what stands before them in another way.
@@ -148,7 +306,7 @@ class Conversation:
         if self._history != "fork" or self._is_raw:
             return None
         check_prompt(list(new), "what the agent says")
-        rendered = self._language.conversation([*self.messages, *new], self._tools)
+        rendered = self._rendered([*self.messages, *new], self._tools)
         self._next_text = _dense(rendered)
         if self._next_text.startswith(self._text):
             return None
@@ -172,15 +330,31 @@ class Conversation:
         """
         self._last = tokens[-1] if tokens else -1
         raw = self._language.decode_all(list(tokens[:-1] if self._last in self._language.eos_ids else tokens))
-        said, calls = self._parser(raw) if is_whole else (text, [])
+        said, calls = self._read(raw) if is_whole else (text, [])
+        thought = ""
+        if has_channels := self._form == "harmony" and "<|message|>" in raw:
+            thought, said, _ = harmony_parts(raw)
+            said = said[: len(said) - len(self._language.decode(list(tokens))) + len(text)]  # Up to a stop text, as the text is.
         numbered = [replace(call, id=call.id or f"call{len(self.messages):03}{at:02}") for at, call in enumerate(calls)]
         checked = tuple(call if call.fault else replace(call, fault=tools(call)) for call in numbered)
-        message: dict[str, object] = {"role": "assistant", "content": said if checked else text}
+        said = said if checked or has_channels else text
+        message: dict[str, object] = {"role": "assistant", "content": said}
+        if thought:
+            message["thinking"] = thought
         if checked:
             message["tool_calls"] = [call.message() for call in checked]
+            message["content"] = "" if thought else said  # Its template takes one of the two beside a call.
+            self._raws[len(self.messages)] = raw
         self.messages.append(message)
-        self._text += _dense(raw if checked else text)
-        return (said if checked else text), checked
+        self._text += _dense(raw if checked or has_channels else text)
+        has_special = self._language.decode(list(tokens)) != raw
+        self.raw = raw if has_special and (checked or has_channels) else text
+        return said, checked
+
+    def _read(self, raw: str) -> tuple[str, list[ToolCall]]:
+        if callable(self._form):
+            return self._form(raw)
+        return (raw, []) if self._form is None else parsed(raw, self._form, self.offered)
 
     def defused(self, text: str) -> str:
         """A tool's text in which no special token of the model is written."""

@@ -17,19 +17,31 @@ others. What computes for long, or may hang, belongs into a sandbox.
 
 Calls are read in the form of the model's family; the raw text stays with the turn.
 
-    hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>            Qwen2.5, Qwen3, Hermes
-    llama3   {"name": ..., "parameters": {...}}, after <|python_tag|> or alone   Llama 3
-    mistral  [TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}]         Mistral
+    hermes       <tool_call>{"name": ..., "arguments": {...}}</tool_call>                        Qwen2.5, Qwen3, Hermes
+    qwen3_coder  <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></...>     Qwen3-Coder, Qwen3.5, Nemotron 3
+    glm45        <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>   GLM-4.5 and later
+    llama3       {"name": ..., "parameters": {...}}, after <|python_tag|> or alone; [NAME(KEY=VALUE)]   Llama 3, Llama 4
+    mistral      [TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}], or NAME[CALL_ID]ID[ARGS]{...}   Mistral
+    deepseek_v3  <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, or with a fence         DeepSeek-V3, -R1, -V3.1
+    kimi_k2      <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>     Kimi K2
+    harmony      <|channel|>commentary to=functions.NAME<|message|>{...}<|call|>                 gpt-oss
+    phi4_mini    <|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>, or functools[...]   Phi-4-mini, Granite 3
+    gemma        <start_function_call>call:NAME{KEY:<escape>TEXT<escape>}<end_function_call>     FunctionGemma, Gemma 4
 
-A call that is not valid JSON, or names no tool, is a call with a fault, which the model is told; nothing is guessed. Of a turn that was
-cut off no call is read at all: half of one may be valid by accident.
+Values without quotation marks (qwen3_coder, glm45) are read by the type that the tool's schema gives them. What a model of the family
+`harmony` says is what it writes in the channel `final`, and in `commentary` to nobody; its `analysis` is in the turn's raw text alone.
+
+A call that is not well formed, or names no tool, is a call with a fault, which the model is told; nothing is guessed. Of a turn that was
+cut off no call is read at all: half of one may be valid by accident. A chat template that presents tools, and none of these forms, is
+refused, unless the agent says how its model's calls are read.
 
 Source:
-    The forms are those of the models' chat templates; the names, those of vLLM's `--tool-call-parser`.
+    The forms are those of the models' chat templates; the names follow vLLM's `--tool-call-parser`. Harmony: OpenAI's response format.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import functools
@@ -41,12 +53,12 @@ import typing
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, get_args, overload
 
 import pydantic
 
-from m2flow.errors import M2FlowError, OpError, OptionError
+from m2flow.errors import DatasetError, M2FlowError, OpError, OptionError
 from m2flow.recipe import EpisodeFailure, check_choice, check_count, check_seconds, check_text
 
 # ---- tools
@@ -434,34 +446,101 @@ def _locals_of(function: Callable[..., object]) -> dict[str, object]:
 # ---- calls as models write them
 
 
-Family = Literal["hermes", "llama3", "mistral"]
+Family = Literal["hermes", "qwen3_coder", "glm45", "llama3", "mistral", "deepseek_v3", "kimi_k2", "harmony", "phi4_mini", "gemma"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 Parser = Callable[[str], tuple[str, list[ToolCall]]]
 """A model's raw text -> the text without calls, and the calls."""
+Schemas = Mapping[str, Mapping[str, object]]
+"""Tool -> the JSON Schema of its parameters."""
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_MISTRAL = "[TOOL_CALLS]"
-_PYTHON_TAG = "<|python_tag|>"
+_SIGNS: tuple[tuple[Family, re.Pattern[str]], ...] = (
+    ("harmony", re.compile(r"<\|channel\|>")),
+    ("kimi_k2", re.compile(r"<\|tool_call_begin\|>|<\|im_middle\|>")),
+    ("deepseek_v3", re.compile("<｜tool▁calls▁begin｜>")),
+    ("mistral", re.compile(r"\[TOOL_CALLS\]")),
+    ("glm45", re.compile("<arg_key>")),
+    ("qwen3_coder", re.compile("<function=")),
+    ("gemma", re.compile(r"<start_function_call>|<\|tool_call>")),
+    ("phi4_mini", re.compile(r"<\|tool_call\|>|<\|tool\|>|functools\[")),
+    ("hermes", re.compile("<tool_call>")),
+    ("llama3", re.compile(r"<\|python_tag\|>|\bipython\b")),
+)
+"""What the chat templates of a family have, and those of the families behind it in this list may have too."""
 
 
-def family_of(template: str) -> Family:
-    """The form of tool calls that a chat template asks for; Hermes' where it asks for none.
+def family_of(template: str) -> Family | None:
+    """The form of tool calls that a chat template asks for. None: it presents tools, in a form that is not known.
 
-    >>> family_of("{{ '[TOOL_CALLS]' }}"), family_of("<tool_call>")
-    ('mistral', 'hermes')
+    A template that presents no tools asks for none; what the agent itself tells the model about them is taken to be Hermes'.
+
+    >>> family_of("{{ '[TOOL_CALLS]' }}"), family_of("{{ tools }}<tool_call>"), family_of("{{ tools }}<action>")
+    ('mistral', 'hermes', None)
     """
-    if _MISTRAL in template:
-        return "mistral"
-    return "llama3" if _PYTHON_TAG in template or ('"parameters"' in template and "<tool_call>" not in template) else "hermes"
+    for family, sign in _SIGNS:
+        if sign.search(template):
+            return family
+    return None if re.search(r"\btools\b", template) else "hermes"
 
 
-def parsed(text: str, family: Family) -> tuple[str, list[ToolCall]]:
-    """Split a model's text into what is said and the calls.
+def check_family(template: str) -> None:
+    """Raise `DatasetError` if a chat template presents tools, and the form of its model's calls is not known."""
+    if family_of(template) is None:
+        raise DatasetError(
+            "the chat template presents tools, and in which form its model writes calls is not known",
+            now=f"Write @agent(tool_calls=...): one of {', '.join(FAMILIES)}, or a function of the model's text.",
+        )
+
+
+def parsed(text: str, family: Family, schemas: Schemas | None = None) -> tuple[str, list[ToolCall]]:
+    """Split a model's text, special tokens included, into what is said and the calls.
+
+    Args:
+        schemas: by which values without quotation marks are read; of a tool that has none they are JSON, or else a text.
 
     >>> parsed('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes")
     ('Let me see.', [ToolCall(name='add', arguments={'a': 1}, id='', fault='')])
     """
-    return {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral}[family](text)
+    if family in ("qwen3_coder", "glm45"):
+        return (_qwen3_coder if family == "qwen3_coder" else _glm45)(text, schemas or {})
+    return _PARSERS[family](text)
+
+
+def harmony_parts(text: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """Split what a model of the family `harmony` wrote into what it thought, what it said, and its calls: to whom, and what.
+
+    >>> harmony_parts("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>4")
+    ('Hm', '4', [])
+    """
+    thought, said = list[str](), list[str]()
+    calls: list[tuple[str, str]] = []
+    for header, body in _HARMONY.findall(text):
+        to = _RECIPIENT.search(header)
+        if to and to[1] != "assistant":
+            calls.append((to[1].removeprefix("functions."), body))
+        else:
+            (thought if "<|channel|>analysis" in header else said).append(body)
+    return "\n".join(thought), "\n".join(said) if "<|message|>" in text else text, calls
+
+
+_HARMONY = re.compile(
+    r"(?:\A|<\|start\|>)((?:(?!<\|(?:start|message)\|>).)*)<\|message\|>(.*?)(?=<\|(?:end|call|return|start)\|>|\Z)", re.DOTALL
+)
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_QWEN3_CODER = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>(.*?)(?:</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?", re.DOTALL)
+_ARG = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
+_MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?\s*(?:\[ARGS\])?(.*)", re.DOTALL)
+_MISTRAL_ID = re.compile("[a-zA-Z0-9]{9}")
+_PYTHON_TAG = "<|python_tag|>"
+_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+_DEEPSEEK = re.compile("<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>)|\\Z)", re.DOTALL)
+_KIMI = re.compile(r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|(?=<\|tool_calls_section_end\|>)|\Z)", re.DOTALL)
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
+_PHI = re.compile(r"<\|tool_call\|>|functools(?=\[)")
+_GEMMA = re.compile(r"(?:<start_function_call>|<\|tool_call>)(.*?)(?:<end_function_call>|<tool_call\|>|\Z)", re.DOTALL)
+_GEMMA_TEXT = re.compile(r'<escape>|<\|"\|>')
 
 
 def _hermes(text: str) -> tuple[str, list[ToolCall]]:
@@ -470,9 +549,75 @@ def _hermes(text: str) -> tuple[str, list[ToolCall]]:
     return _HERMES.sub("", text).strip(), [_call(part) for part in _HERMES.findall(text)]
 
 
+def _qwen3_coder(text: str, schemas: Schemas) -> tuple[str, list[ToolCall]]:
+    calls = [_tagged(name, body, _PARAMETER, "</parameter>", schemas) for name, body in _QWEN3_CODER.findall(text)]
+    rest = _QWEN3_CODER.sub("", text)
+    calls += [ToolCall("", {}, fault=f"the tool call names no function: {body.strip():.80}") for body in _HERMES.findall(rest)]
+    return (_HERMES.sub("", rest).strip(), calls) if calls else (text, [])
+
+
+def _glm45(text: str, schemas: Schemas) -> tuple[str, list[ToolCall]]:
+    if "<tool_call>" not in text:
+        return text, []
+    calls = []
+    for part in _HERMES.findall(text):
+        name, tag, rest = part.partition("<arg_key>")
+        calls.append(_tagged(name, tag + rest, _ARG, "</arg_value>", schemas))
+    return _HERMES.sub("", text).strip(), calls
+
+
+def _tagged(name: str, body: str, pattern: re.Pattern[str], end: str, schemas: Schemas) -> ToolCall:
+    """A call whose arguments stand in tags, each up to this end."""
+    name = name.strip()
+    if not name or "<" in name:
+        return ToolCall("", {}, fault=f"the tool call has no name: {(name + body).strip():.80}")
+    *parts, left = body.split(end)
+    known: Any = schemas.get(name, {}).get("properties", {})
+    arguments = {}
+    for part in parts:
+        found = pattern.fullmatch(part)
+        if found is None:
+            left = part
+            break
+        key = found[1].strip()
+        arguments[key] = _valued(found[2], known.get(key, {}))
+    return ToolCall(name, {}, fault=f"the arguments are not well formed: {left.strip():.80}") if left.strip() else ToolCall(name, arguments)
+
+
+def _valued(text: str, schema: Mapping[str, object]) -> object:
+    """Read a value that a model wrote without quotation marks."""
+    kinds = _kinds(schema, schema)
+    if kinds == {"string"}:
+        return text
+    try:
+        found = json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
+    own = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}, list: {"array"}, dict: {"object"}}
+    is_other = "string" in kinds and kinds.isdisjoint(own.get(type(found), set()))
+    return text if isinstance(found, str) or is_other else found
+
+
+def _kinds(schema: Any, root: Any, depth: int = 0) -> set[str]:
+    """The types that a schema allows; empty: any."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    if isinstance(ref := schema.get("$ref"), str):
+        return _kinds(root.get("$defs", {}).get(ref.rpartition("/")[2]), root, depth + 1)
+    kinds = schema.get("type", [])
+    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    every = [_kinds(one, root, depth + 1) for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+    if not found and values and all(isinstance(value, str) for value in values):
+        found = {"string"}
+    return found.union(*every) if all(every) else set()
+
+
 def _llama3(text: str) -> tuple[str, list[ToolCall]]:
     said, tag, rest = text.partition(_PYTHON_TAG)
     body = (rest if tag else text).strip()
+    if _PYTHONIC.match(body):
+        return (said.strip() if tag else ""), _pythonic(body)
     if not tag and not (body.startswith("{") and '"name"' in body):
         return text, []
     # Several calls are separated by semicolons; a JSON text may have these too, so what is whole is read one after the other.
@@ -480,7 +625,7 @@ def _llama3(text: str) -> tuple[str, list[ToolCall]]:
     while at < len(body):
         try:
             found, at = decoder.raw_decode(body, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             calls.append(_call(body[at:]))
             break
         calls.append(_made(found, body))
@@ -489,15 +634,115 @@ def _llama3(text: str) -> tuple[str, list[ToolCall]]:
     return (said.strip() if tag else ""), calls
 
 
+def _pythonic(body: str) -> list[ToolCall]:
+    """Calls that are written as a list of Python's. Nothing is evaluated but literals that JSON has, too."""
+    try:
+        written = ast.parse(body, mode="eval").body
+        calls = []
+        for one in written.elts if isinstance(written, ast.List) else [written]:
+            if not isinstance(one, ast.Call) or one.args or any(key.arg is None for key in one.keywords):
+                raise ValueError("an argument has no name")
+            arguments = {str(key.arg): ast.literal_eval(key.value) for key in one.keywords}
+            json.dumps(arguments)
+            calls.append(ToolCall(ast.unparse(one.func), arguments))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # Their texts differ from run to run.
+        return [ToolCall("", {}, fault="the tool call is no list of Python calls whose arguments have names and are literals")]
+    return calls
+
+
 def _mistral(text: str) -> tuple[str, list[ToolCall]]:
-    said, tag, body = text.partition(_MISTRAL)
+    said, *parts = text.split(_MISTRAL)
+    if not parts:
+        return text, []
+    calls: list[ToolCall] = []
+    for body in parts:
+        named = None if body.lstrip().startswith(("[", "{")) else _MISTRAL_NAMED.fullmatch(body)
+        if named:
+            calls.append(_named(named[1], named[3], named[2] or ""))
+            continue
+        try:
+            found, _ = json.JSONDecoder().raw_decode(body.strip())
+        except (ValueError, RecursionError):
+            calls.append(_call(body))
+        else:
+            calls += [_made(one, body) for one in (found if isinstance(found, list) else [found])]
+    # Its templates refuse other ids.
+    return said.strip(), [call if _MISTRAL_ID.fullmatch(call.id) else replace(call, id="") for call in calls]
+
+
+def _deepseek_v3(text: str) -> tuple[str, list[ToolCall]]:
+    said, tag, rest = text.partition("<｜tool▁calls▁begin｜>")
+    if not tag and "<｜tool▁call▁begin｜>" not in text:
+        return text, []
+    if not tag:
+        said, _, _ = text.partition("<｜tool▁call▁begin｜>")
+    calls = []
+    for part in _DEEPSEEK.findall(rest or text):
+        name, _, arguments = part.partition("<｜tool▁sep｜>")
+        own, fence, fenced = arguments.partition("```")
+        if fence:  # Before V3.1 the name stands here, and before it the kind, `function`.
+            name, arguments = own, fenced.removeprefix("json").rstrip().removesuffix("```")
+        calls.append(_named(name, arguments))
+    return said.strip(), calls or [ToolCall("", {}, fault="the tool call is not well formed")]
+
+
+def _kimi_k2(text: str) -> tuple[str, list[ToolCall]]:
+    said, tag, rest = text.partition("<|tool_calls_section_begin|>")
     if not tag:
         return text, []
-    try:
-        found, _ = json.JSONDecoder().raw_decode(body.strip())
-    except ValueError:
-        return said.strip(), [_call(body)]
-    return said.strip(), [_made(one, body) for one in (found if isinstance(found, list) else [found])]
+    calls = []
+    for part in _KIMI.findall(rest):
+        id, _, arguments = part.partition("<|tool_call_argument_begin|>")
+        name = _KIMI_NAME.fullmatch(id.strip())
+        calls.append(_named(name[1] if name else "", arguments, id.strip()))
+    return said.strip(), calls or [ToolCall("", {}, fault="the tool call is not well formed")]
+
+
+def _harmony(text: str) -> tuple[str, list[ToolCall]]:
+    _, said, calls = harmony_parts(text)
+    return said, [_named(name, arguments) for name, arguments in calls]
+
+
+def _phi4_mini(text: str) -> tuple[str, list[ToolCall]]:
+    said, *parts = _PHI.split(text)
+    if not parts:
+        return text, []
+    calls: list[ToolCall] = []
+    for part in parts:
+        body = part.partition("<|/tool_call|>")[0]
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            calls.append(_call(body))
+        else:
+            calls += [_made(one, body) for one in (found if isinstance(found, list) else [found])]
+    return said.strip(), calls
+
+
+def _gemma(text: str) -> tuple[str, list[ToolCall]]:
+    parts = _GEMMA.findall(text)
+    if not parts:
+        return text, []
+    calls = []
+    for part in parts:
+        name, brace, body = part.strip().removeprefix("call:").partition("{")
+        # Texts stand between marks, so what is between two texts has no other quotation.
+        pieces = _GEMMA_TEXT.split(brace + body)
+        written = [json.dumps(one) if at % 2 else re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', one) for at, one in enumerate(pieces)]
+        calls.append(_named(name, "".join(written)))
+    return _GEMMA.sub("", text).strip(), calls
+
+
+_PARSERS: Mapping[str, Parser] = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _kimi_k2,
+    "harmony": _harmony,
+    "phi4_mini": _phi4_mini,
+    "gemma": _gemma,
+}
 
 
 def _call(body: str) -> ToolCall:
@@ -507,6 +752,15 @@ def _call(body: str) -> ToolCall:
         return ToolCall("", {}, fault=f"the tool call is no valid JSON: {error}")
 
 
+def _named(name: str, arguments: str, id: str = "") -> ToolCall:
+    """A call whose arguments alone are JSON."""
+    name = name.strip()
+    try:
+        return _made({"name": name or None, "arguments": json.loads(arguments) if arguments.strip() else {}, "id": id}, name + arguments)
+    except (ValueError, RecursionError) as error:
+        return ToolCall(name, {}, id, f"the arguments are no valid JSON: {error}")
+
+
 def _made(found: object, body: str) -> ToolCall:
     if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
         return ToolCall("", {}, fault=f"the tool call has no name: {body.strip():.80}")
@@ -514,7 +768,7 @@ def _made(found: object, body: str) -> ToolCall:
     if isinstance(arguments, str):  # Some write the arguments as a text, as OpenAI's API has them.
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return ToolCall(str(found["name"]), {}, fault=f"the arguments are no valid JSON: {error}")
     if not isinstance(arguments, Mapping):
         return ToolCall(str(found["name"]), {}, fault="the arguments are no JSON object")

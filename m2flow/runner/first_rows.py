@@ -28,11 +28,13 @@ from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, cast, final
 
 import numpy as np
 
+from m2flow.agents.chat import Agent
 from m2flow.agents.conversation import rewrites
+from m2flow.agents.tools import check_family
 from m2flow.engines.contract import FunctionEngine, Generated
 from m2flow.engines.functions import error_of, units_of
 from m2flow.engines.registry import built_in
@@ -332,23 +334,31 @@ class _Trial:
         """Say what a chat template does to the turns of a model that speaks to an agent.
 
         Raises:
-            DatasetError: it rewrites them, which the rollout refuses.
+            DatasetError: it rewrites them, which the rollout refuses; or it presents tools that the agent uses, and nobody knows how their
+                calls are read.
         """
-        bounds = call.options["episodes"]
+        bounds, agent = call.options["episodes"], Agent.of(cast("Any", call.options["agent"]))
         assert isinstance(bounds, Episodes)
+        uses_tools = agent.may_use_tools
+        if role == call.role and uses_tools and agent.tool_calls is None:
+            try:
+                check_family(codec.template)
+            except DatasetError as error:
+                raise DatasetError(f"{call.name}: {error.what}", where=call.site.describe(), now=error.now) from None
         try:
-            if not rewrites(codec, "user"):
-                return
+            how = rewrites(codec, "user", has_tools=uses_tools)
         except DatasetError:
             return  # An agent may never say what the probe does.
+        if not how:
+            return
         if bounds.history == "refuse":
             raise DatasetError(
-                f"the chat template of {role} drops what the model thought once a further user's message follows, and history='refuse'",
+                f"the chat template of {role} would {how} once a further user's message follows, and history='refuse'",
                 where=call.site.describe(),
                 now="history='append' keeps the tokens of each turn as they were sampled.",
             )
-        ending = "; the conversation goes on in a sequence without it" if bounds.history == "fork" else "; its tokens are kept"
-        self._say(call, f"the chat template of {role} would drop the model's thinking at a further user's message" + ending)
+        ending = "; the conversation goes on in a sequence as it writes it" if bounds.history == "fork" else "; its tokens are kept"
+        self._say(call, f"the chat template of {role} would {how} at a further user's message" + ending)
 
     def _codec(self, call: Call, role: str = "") -> Any:
         """The tokenizer of a call's model, or of another that speaks in it; None where it is on other machines alone."""

@@ -11,7 +11,8 @@ from m2flow.recipe import ChatTemplate
 
 # The structure of the models' own templates: where turns end, which newlines there are, how a tool's result is written, what is dropped.
 CHATML = (
-    "{% if tools %}<|im_start|>system\nTools: {% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\nTools: {% for t in tools %}{{ t.function.name }} {% endfor %}"
+    "Call by <tool_call>.<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
     "\n<tool_response>\n{{ m.content }}\n</tool_response>"
