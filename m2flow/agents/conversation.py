@@ -79,23 +79,22 @@ def _rewrites(language: Language, role: str, has_tools: bool) -> str:
         return {**(apart if is_harmony else {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{said}"}), **calls}
 
     asked, new = {"role": "user", "content": "a"}, {"role": role, "content": "b", "name": "m2flow_probe", "tool_call_id": "call00000"}
-    is_result = role == "tool"
-    if not (is_result and is_harmony) and _THOUGHT not in language.conversation([asked, turn(_MARK), new], []):
-        return "drop the model's thinking"
-    if not has_tools:
-        return ""
-    habits = _habits(language)
-    if habits.moves_tools and role == "user":
-        return "move the tools"
+    habits, is_result = _habits(language), role == "tool"
     call = habits.written({"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": {_MARK: _MARK}}})
     before = [asked, turn("", tool_calls=[call])]
     if not is_result:
         before += [{**new, "role": "tool"}, turn(_MARK)]
-    try:
-        old, more = (language.conversation(messages, [_TOOL]) for messages in (before, [*before, new]))
-    except DatasetError:
-        return ""  # It takes no calls, as an agent's model may write none.
-    old = old[: old.rfind(_MARK) + len(_MARK)]
+    old = more = ""
+    if has_tools:
+        with contextlib.suppress(DatasetError):  # It takes no calls, or no results: the agent's model may have none.
+            old, more = (language.conversation(messages, [_TOOL]) for messages in (before, [*before, new]))
+            old = old[: old.rfind(_MARK) + len(_MARK)] if _MARK in old else ""
+    # A result follows a turn with calls alone, if there are any.
+    is_plain = not is_result or not (old or is_harmony)
+    if is_plain and _THOUGHT not in language.conversation([asked, turn(_MARK), new], []):
+        return "drop the model's thinking"
+    if habits.moves_tools and has_tools and role == "user":
+        return "move the tools"
     if more.startswith(old):
         return ""
     return "drop the model's thinking" if more.count(_THOUGHT) < old.count(_THOUGHT) else "write the model's calls anew"

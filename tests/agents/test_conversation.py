@@ -80,7 +80,7 @@ def test_a_template_that_drops_thinking_keeps_the_tokens_or_is_refused(tmp_path)
     conversation = Conversation(codec, "refuse")
     conversation.begun("2+2?", [])
     said(codec, conversation, thought)
-    with pytest.raises(EpisodeFailed, match="rewrites what the model said") as caught:
+    with pytest.raises(EpisodeFailed, match=r"rewrites what was said .drop the model's thinking.") as caught:
         conversation.followed([{"role": "user", "content": "and?"}])
     assert caught.value.how == "history_rewritten"
 
