@@ -59,25 +59,6 @@ class Agent:
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function(*args, **kwargs)
 
-    @property
-    def may_use_tools(self) -> bool:
-        """Whether its code, or that of a function that it calls by name, gives tools to a chat, or opens an endpoint to those of others."""
-        waiting, seen = [self.function], set[object]()
-        while waiting:
-            function = inspect.unwrap(waiting.pop())
-            if (code := getattr(function, "__code__", None)) is None or code in seen:
-                continue
-            seen.add(code)
-            names = _names_in(code)
-            if not names.isdisjoint(("tools", "endpoint")):
-                return True
-            cells = dict(zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False))
-            for name in names:
-                with contextlib.suppress(ValueError):  # A cell that is empty still.
-                    found = cells[name].cell_contents if name in cells else getattr(function, "__globals__", {}).get(name)
-                    waiting += [found] if inspect.isfunction(found) else []
-        return False
-
     @classmethod
     def of(cls, function: Callable[..., object]) -> Agent:
         """The agent itself, or one of a plain async function."""
@@ -125,17 +106,33 @@ def _agent(function: Callable[..., object], tool_calls: Family | Parser | None) 
     return Agent(function, resources, tool_calls, name)
 
 
+def may_use_tools(function: Callable[..., object]) -> bool:
+    """Whether an agent's code, or that of a function that it calls by name, gives tools to a chat, or opens an endpoint to others'."""
+    waiting, seen = [function], set[object]()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if (code := getattr(function, "__code__", None)) is None or code in seen:
+            continue
+        seen.add(code)
+        names = _names_in(code)
+        if not names.isdisjoint(("tools", "endpoint")):
+            return True
+        cells = dict(zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False))
+        for name in names:
+            with contextlib.suppress(ValueError):  # A cell that is empty still.
+                found = cells[name].cell_contents if name in cells else getattr(function, "__globals__", {}).get(name)
+                waiting += [found] if inspect.isfunction(found) else []
+    return False
+
+
 def _names_in(code: types.CodeType) -> set[str]:
     """The names in a function's code: variables, attributes, and those by which it gives arguments."""
     found = {*code.co_names, *code.co_freevars}
     for one in code.co_consts:
-        found |= (
-            _names_in(one)
-            if isinstance(one, types.CodeType)
-            else {name for name in one if isinstance(name, str)}
-            if isinstance(one, tuple)
-            else set()
-        )
+        if isinstance(one, types.CodeType):
+            found |= _names_in(one)
+        elif isinstance(one, tuple):
+            found |= {name for name in one if isinstance(name, str)}
     return found
 
 

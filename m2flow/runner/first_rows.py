@@ -32,13 +32,14 @@ from typing import Any, NoReturn, cast, final
 
 import numpy as np
 
-from m2flow.agents.chat import Agent
+from m2flow.agents.chat import Agent, may_use_tools
 from m2flow.agents.conversation import rewrites
 from m2flow.agents.tools import check_family
 from m2flow.engines.contract import FunctionEngine, Generated
 from m2flow.engines.functions import error_of, units_of
 from m2flow.engines.registry import built_in
 from m2flow.errors import DatasetError, ErrorRecord, M2FlowError, ModelError, error_from_record
+from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call, Granularity, MacroGraph
 from m2flow.macro.row_files import TAKEN
 from m2flow.micro.protocol import call_semantics
@@ -339,7 +340,7 @@ class _Trial:
         """
         bounds, agent = call.options["episodes"], Agent.of(cast("Any", call.options["agent"]))
         assert isinstance(bounds, Episodes)
-        uses_tools = agent.may_use_tools
+        uses_tools = may_use_tools(agent.function.fresh() if isinstance(agent.function, Snapshot) else agent.function)
         if role == call.role and uses_tools and agent.tool_calls is None:
             try:
                 check_family(codec.template)

@@ -141,7 +141,8 @@ GPT_OSS = (
     "{% elif (m.content or m.thinking) and not later.found %}"
     "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>{% endif %}"
     "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>{{ c.arguments | tojson }}<|call|>"
-    "{% set last.name = c.name %}{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% set last.name = none %}{% endif %}"
+    "{% set last.name = c.name %}{% else %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% set last.name = none %}{% endif %}"
     "{% elif m.role == 'tool' %}{% if last.name is none %}"
     "{{ raise_exception('Message has tool role, but there was no previous assistant message with a tool call!') }}{% endif %}"
     "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
@@ -162,7 +163,7 @@ GEMMA = (
 
 
 class Model(NamedTuple):
-    """A family: its template, its special tokens with those that end a turn first, and what its model writes, with the ends of its turns."""
+    """A family: its template, its special tokens with those that end a turn first, and what its model writes."""
 
     family: str
     template: str
@@ -231,7 +232,8 @@ def harmony(arguments: str) -> str:
 _IM = "<|im_end|> <|im_start|>"
 _MISTRAL_SPECIAL = "</s> <s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
 _DEEPSEEK_SPECIAL = (
-    "<eos> <bos> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> "
+    "<eos> <bos> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> "
+    "<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> "
     "<｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
 )
 _MISTRAL_TURNS = [
@@ -584,6 +586,6 @@ def test_what_a_template_does_with_tools_is_found_when_the_flow_is_planned(
     if refused:
         assert planned.exit_code != 0
         assert refused in planned.stderr
-        assert "talks.py:23" in planned.stderr
+        assert "talks.py:22" in planned.stderr
     else:
         assert planned.exit_code == 0, planned.output
