@@ -346,8 +346,8 @@ class Conversation:
             self._raws[len(self.messages)] = raw
         self.messages.append(message)
         self._text += _dense(raw if checked or has_channels else text)
-        has_special = self._language.decode(list(tokens)) != raw
-        self.raw = raw if has_special and (checked or has_channels) else text
+        is_written_specially = (checked or has_channels) and self._language.decode(list(tokens)) != raw
+        self.raw = raw if is_written_specially else text
         return said, checked
 
     def _read(self, raw: str) -> tuple[str, list[ToolCall]]:

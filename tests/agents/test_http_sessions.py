@@ -406,7 +406,7 @@ def test_a_turn_with_several_calls_is_a_text_to_a_client_that_takes_one_at_a_tim
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Language:
     """One whose template takes no message of a tool, and none of the system after the first."""
     template = (
-        "{% if tools %}Tools:{% for t in tools %} {{ t.function.name }}{% endfor %}\n<tool_call>{% endif %}"
+        "{% if tools %}Tools:{% for t in tools %} {{ t.function.name }}{% endfor %}\n{# <tool_call> #}{% endif %}"
         "{% for m in messages %}{% if m.role == 'tool' or (m.role == 'system' and not loop.first) %}"
         "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"

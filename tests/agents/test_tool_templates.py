@@ -539,6 +539,31 @@ def test_a_template_that_presents_tools_in_an_unknown_form_is_refused(tmp_path: 
     assert Conversation(codec, family="hermes").begun("?", [ADD])
 
 
+def test_a_template_of_its_own_for_tools_says_the_form_of_calls(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}{{ m.role }}{{ m.content }}<eos>{% endfor %}"
+    tokenizer = byte_tokenizer(tmp_path, chat_template={"default": plain, "tool_use": UNKNOWN})
+    with pytest.raises(DatasetError, match="not known"):
+        Conversation(TextCodec(tokenizer, frozenset([0]), chat=True, template=ChatTemplate())).begun("?", [ADD])
+
+
+def test_a_branch_and_a_rewritten_conversation_keep_calls_that_the_template_takes_one_at_a_time(tmp_path: Path) -> None:
+    codec = codec_of(tmp_path, "Llama 3.2")
+    conversation = Conversation(codec, "fork")
+    ids = conversation.begun("How much is it?", [ADD])
+    ids, calls = ids + (made := heard(codec, conversation, "Llama 3.2", 1))[0], made[2]
+    branch = conversation.copy()
+    for one in (conversation, branch):
+        new = results(calls)
+        assert one.rewritten(new) is None, "it extends what is there"
+        whole_ids = ids + one.followed(new)
+        one.accepted(new)
+        assert codec.decode_all(whole_ids).endswith(
+            '{"output": "3"}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+        )
+        heard(codec, one, "Llama 3.2", 2)
+        assert one.rewritten([{"role": "user", "content": "And now?"}]) is None
+
+
 FLOW = """
 from m2flow import Chat, Dataset, Policy, Sample, agent, flow, steps, tool
 

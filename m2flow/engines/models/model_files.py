@@ -260,9 +260,9 @@ class TextCodec:
 
     @property
     def template(self) -> str:
-        """The chat template's source; empty without one. (Some tokenizers have several by name; the default one counts.)"""
+        """The chat template's source; empty without one. (Of several by name, the default one, and the one that is used with tools.)"""
         found = self._tokenizer.chat_template or ""
-        return str(found.get("default", "") if isinstance(found, Mapping) else found)
+        return "".join(found.get(name, "") for name in ("default", "tool_use")) if isinstance(found, Mapping) else str(found)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, object]]) -> str:
         """Write messages by the chat template, up to where the model's turn begins, with these tools beside the policy's own.
