@@ -80,8 +80,8 @@ def _rewrites(language: Language, role: str, has_tools: bool) -> str:
 
     asked, new = {"role": "user", "content": "a"}, {"role": role, "content": "b", "name": "m2flow_probe", "tool_call_id": "call00000"}
     habits, is_result = _habits(language), role == "tool"
-    call = habits.written({"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": {_MARK: _MARK}}})
-    before = [asked, turn("", tool_calls=[call])]
+    call = {"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": {_MARK: _MARK}}}
+    before = [asked, habits.written(turn("", tool_calls=[call]))]
     if not is_result:
         before += [{**new, "role": "tool"}, turn(_MARK)]
     old = more = ""
@@ -112,28 +112,34 @@ class _Habits:
         with contextlib.suppress(DatasetError):
             first, then = (language.conversation(one, [_TOOL]).partition(_MARK)[0] for one in (asked, more))
             self.moves_tools = first != then
-        self.wants_text = (
-            self._takes(language, {_MARK: _THOUGHT}) is not True and self._takes(language, json.dumps({_MARK: _THOUGHT})) is True
-        )
+        self._content: str | None = ""
+        """Of a turn with calls alone."""
+        self._wants_text = False
         """It takes the arguments of a call as a text alone."""
+        for self._content, self._wants_text in (("", False), ("", True), (None, False), (None, True)):
+            if self._writes_calls(language):
+                break
+        else:
+            self._content, self._wants_text = "", False
 
-    @staticmethod
-    def _takes(language: Language, arguments: object) -> bool:
-        call = {"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": arguments}}
+    def _writes_calls(self, language: Language) -> bool:
+        call = {"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": {_MARK: _THOUGHT}}}
+        turn = self.written({"role": "assistant", "content": "", "tool_calls": [call]})
         try:
-            written = language.conversation(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}], [_TOOL]
-            )
+            written = language.conversation([{"role": "user", "content": "a"}, turn], [_TOOL])
         except DatasetError:
             return False
-        return f"'{_MARK}'" not in written  # That is how Python writes it.
+        return _MARK in written and f"'{_MARK}'" not in written  # That is how Python writes it.
 
-    def written(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A call as the template takes it."""
-        function = call["function"]
-        if not self.wants_text or isinstance(function["arguments"], str):
-            return call
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    def written(self, message: Message) -> Message:
+        """A message as the template takes it."""
+        calls = typing.cast(Any, message.get("tool_calls"))
+        if not calls:
+            return message
+        if self._wants_text:
+            texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+            calls = [{**call, "function": {**call["function"], "arguments": text}} for call, text in zip(calls, texts, strict=True)]
+        return {**message, "tool_calls": calls, "content": message.get("content") or self._content}
 
 
 _known_habits: weakref.WeakKeyDictionary[Language, _Habits] = weakref.WeakKeyDictionary()
@@ -276,11 +282,7 @@ class Conversation:
         """Messages as the template writes them. Raises `DatasetError`: it refuses them."""
         if not any(one.get("tool_calls") for one in messages):
             return self._language.conversation(messages, tools)
-        habits = _habits(self._language)
-        written: list[Message] = [
-            {**one, "tool_calls": [habits.written(call) for call in typing.cast(Any, one["tool_calls"])]} if one.get("tool_calls") else one
-            for one in messages
-        ]
+        written = [_habits(self._language).written(one) for one in messages]
         try:
             return self._language.conversation(written, tools)
         except DatasetError:

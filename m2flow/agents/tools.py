@@ -453,19 +453,20 @@ Parser = Callable[[str], tuple[str, list[ToolCall]]]
 Schemas = Mapping[str, Mapping[str, object]]
 """Tool -> the JSON Schema of its parameters."""
 
-_SIGNS: tuple[tuple[Family, re.Pattern[str]], ...] = (
+_SIGNS: tuple[tuple[Family | None, re.Pattern[str]], ...] = (
     ("harmony", re.compile(r"<\|channel\|>")),
     ("kimi_k2", re.compile(r"<\|tool_call_begin\|>|<\|im_middle\|>")),
     ("deepseek_v3", re.compile("<｜tool▁calls▁begin｜>")),
     ("mistral", re.compile(r"\[TOOL_CALLS\]")),
     ("glm45", re.compile("<arg_key>")),
-    ("qwen3_coder", re.compile("<function=")),
+    ("qwen3_coder", re.compile("<parameter=")),
+    (None, re.compile("<function=|<invoke |<tool_calls>")),  # Functionary's, MiniMax's, Apriel's.
     ("gemma", re.compile(r"<start_function_call>|<\|tool_call>")),
     ("phi4_mini", re.compile(r"<\|tool_call\|>|<\|tool\|>|functools\[")),
     ("hermes", re.compile("<tool_call>")),
-    ("llama3", re.compile(r"<\|python_tag\|>|\bipython\b")),
+    ("llama3", re.compile(r"<\|python_tag\|>|(?:<\|start_header_id\|>|<\|header_start\|>)(?:.*\bipython\b)", re.DOTALL)),
 )
-"""What the chat templates of a family have, and those of the families behind it in this list may have too."""
+"""What the chat templates of a family have, and those of the families behind it in this list may have too. None: not known."""
 
 
 def family_of(template: str) -> Family | None:
