@@ -112,15 +112,11 @@ class _Habits:
         with contextlib.suppress(DatasetError):
             first, then = (language.conversation(one, [_TOOL]).partition(_MARK)[0] for one in (asked, more))
             self.moves_tools = first != then
-        self._content: str | None = ""
-        """Of a turn with calls alone."""
         self._wants_text = False
         """It takes the arguments of a call as a text alone."""
-        for self._content, self._wants_text in (("", False), ("", True), (None, False), (None, True)):
-            if self._writes_calls(language):
-                break
-        else:
-            self._content, self._wants_text = "", False
+        if not self._writes_calls(language):
+            self._wants_text = True
+            self._wants_text = self._writes_calls(language)
 
     def _writes_calls(self, language: Language) -> bool:
         call = {"id": "call00000", "type": "function", "function": {"name": "m2flow_probe", "arguments": {_MARK: _THOUGHT}}}
@@ -134,12 +130,11 @@ class _Habits:
     def written(self, message: Message) -> Message:
         """A message as the template takes it."""
         calls = typing.cast(Any, message.get("tool_calls"))
-        if not calls:
+        if not calls or not self._wants_text:
             return message
-        if self._wants_text:
-            texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
-            calls = [{**call, "function": {**call["function"], "arguments": text}} for call, text in zip(calls, texts, strict=True)]
-        return {**message, "tool_calls": calls, "content": message.get("content") or self._content}
+        texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+        as_text = [{**call, "function": {**call["function"], "arguments": text}} for call, text in zip(calls, texts, strict=True)]
+        return {**message, "tool_calls": as_text}
 
 
 _known_habits: weakref.WeakKeyDictionary[Language, _Habits] = weakref.WeakKeyDictionary()

@@ -469,6 +469,7 @@ _SIGNS: tuple[tuple[Family | None, re.Pattern[str]], ...] = (
 """What the chat templates of a family have, and those of the families behind it in this list may have too. None: not known."""
 
 
+@functools.lru_cache(maxsize=64)
 def family_of(template: str) -> Family | None:
     """The form of tool calls that a chat template asks for. None: it presents tools, in a form that is not known.
 

@@ -547,18 +547,6 @@ def test_forms_that_look_like_a_familys_are_not_taken_for_it(form: str) -> None:
     assert family_of("{% for t in tools %}{{ t | tojson }}{% endfor %}" + form) is None
 
 
-def test_a_template_that_writes_calls_of_a_turn_without_content_alone_gets_none(tmp_path: Path) -> None:
-    template = QWEN25.replace("{% for c in m.tool_calls or [] %}", "{% for c in (m.tool_calls or []) if m.content is none %}").replace(
-        "\n{{ said }}", "\n{{ said or '' }}"
-    )
-    tokenizer = byte_tokenizer(tmp_path, special=_IM.split(" "), chat_template=template)
-    codec = TextCodec(tokenizer, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), chat=True, template=ChatTemplate())
-    conversation = Conversation(codec, "fork")
-    ids = conversation.begun("?", [ADD]) + (made := heard(codec, conversation, "Qwen2.5", 3))[0]
-    assert conversation.rewritten(results(made[2])) is None, "the call that was made stands in the conversation as it is written at once"
-    assert codec.decode_all(ids + conversation.followed(results(made[2]))).count("<tool_call>") == 2
-
-
 def test_a_template_of_its_own_for_tools_says_the_form_of_calls(tmp_path: Path) -> None:
     plain = "{% for m in messages %}{{ m.role }}{{ m.content }}<eos>{% endfor %}"
     tokenizer = byte_tokenizer(tmp_path, chat_template={"default": plain, "tool_use": UNKNOWN})
