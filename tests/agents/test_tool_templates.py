@@ -438,6 +438,14 @@ def test_what_gpt_oss_thinks_is_no_part_of_what_it_says(tmp_path: Path) -> None:
     assert bridge == "<|start|>user<|message|>And now?<|end|><|start|>assistant", "the turn has ended once"
 
 
+def test_a_stop_text_ends_what_gpt_oss_says_too(tmp_path: Path) -> None:
+    codec = codec_of(tmp_path, "gpt-oss")
+    conversation = Conversation(codec)
+    conversation.begun("?", [ADD])
+    ids = codec.encode_target("<|channel|>final<|message|>4 STOP")
+    assert conversation.heard(ids, codec.decode(ids).removesuffix(" STOP"), is_whole=True, tools=lambda call: "")[0] == "4"
+
+
 def test_a_parser_of_ones_own_reads_calls_and_the_template_still_gets_them(tmp_path: Path) -> None:
     codec = codec_of(tmp_path, "gpt-oss")
     conversation = Conversation(codec, family=lambda text: ("", [ToolCall("add", {"a": 1})]))
@@ -494,6 +502,32 @@ def test_a_call_that_is_not_well_formed_is_a_call_with_a_fault(family: Any, text
 )
 def test_other_forms_of_a_family_are_read_too(family: Any, text: str, calls: list[tuple[str, object, str]]) -> None:
     assert [(one.name, dict(one.arguments), one.id) for one in parsed(text, family)[1]] == calls
+
+
+@pytest.mark.parametrize(
+    "inner", ["(", "[f(a=", "-", "a.", "{", "```", "<parameter=x>", "<arg_key>", "<｜tool▁call▁begin｜>", "<|tool_call_begin|>", ":1"]
+)
+@pytest.mark.parametrize(
+    ("family", "before"),
+    [
+        ("hermes", "<tool_call>"),
+        ("qwen3_coder", "<function=f>"),
+        ("glm45", "<tool_call>f<arg_key>"),
+        ("llama3", "[f(a="),
+        ("mistral", "[TOOL_CALLS]f[ARGS]"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>"),
+        ("phi4_mini", "<|tool_call|>"),
+        ("gemma", "<start_function_call>call:f{"),
+    ],
+)
+def test_nonsense_of_any_length_is_a_fault_that_says_the_same_each_time(family: Any, before: str, inner: str) -> None:
+    said, calls = parsed(before + inner * 5000, family)
+    assert calls
+    assert all(call.fault for call in calls)
+    assert all("0x" not in call.fault for call in calls)
+    assert parsed(before + inner * 5000, family) == (said, calls)
 
 
 @pytest.mark.parametrize(
