@@ -505,7 +505,8 @@ _KINDS = (
         "gspo",
         "judge",
     ),
-    *("ppo", "reinforce_pp", "moe_routing_replay", "nim", "reward_model_then_ppo", "selfplay", "sft_then_dpo", "tool_use", "tree_rollout"),
+    *("ppo", "reinforce_pp", "moe_routing_replay", "nim", "reward_model_then_ppo", "search", "selfplay", "sft_then_dpo", "tool_use"),
+    *("tree_rollout", "unit_tests"),
 )
 _NICKNAMES = {"agent": "tool_use"}
 """A subject -> the flow that shows it."""
@@ -538,7 +539,7 @@ def new_command(folder: Path, kind: str) -> None:
     """Begin a project: a folder NAME with a flow to change, a cluster spec, a test and a README.
 
     The flow runs as it stands: `chat` with an instruct model of the Hugging Face hub, or with `--model models/chat --init
-    random`, the others with a random model of 0.4 million parameters. Both random models come along.
+    random`, the others with a random model of 0.4 million parameters. The random models come along.
 
     \b
     Examples:

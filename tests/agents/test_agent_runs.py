@@ -196,7 +196,19 @@ def test_a_tiny_model_learns_from_trees_of_episodes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tiny_model_learns_to_use_a_calculator_and_is_trained_on_what_it_said(tmp_path):
+def test_a_tiny_model_learns_what_to_search_for(tmp_path):
+    summary = run_of(ROOT / "flows" / "search.py", tmp_path, "--num-steps", "12", "--seed", "0")
+    assert summary["reward_last"] > summary["reward_first"] + 0.2
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_to_write_code_that_passes_tests_which_it_does_not_see(tmp_path):
+    summary = run_of(ROOT / "flows" / "unit_tests.py", tmp_path, "--num-steps", "12", "--seed", "0")
+    assert summary["reward_last"] > summary["reward_first"] + 0.2
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_to_use_a_calculator_and_python_and_is_trained_on_what_it_said(tmp_path):
     summary = tool_use(tmp_path, "--num-steps", "15", "--seed", "0")
     assert summary["reward_last"] > summary["reward_first"] + 0.2
     lines = (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()
