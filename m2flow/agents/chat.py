@@ -142,6 +142,7 @@ class Reply(NamedTuple):
     tokens: Sequence[int]
     text: str
     finish: Finish
+    logprobs: Sequence[float] = ()
 
 
 class Asked(NamedTuple):
@@ -206,6 +207,10 @@ class Turn:
     """All that it said, as text: with what was written of tool calls, and the special tokens among that."""
     num_context: int = 0
     """Tokens before it, of which it is the continuation."""
+    tokens: Sequence[int] = field(default=(), repr=False)
+    """Those that were sampled."""
+    logprobs: Sequence[float] = field(default=(), repr=False)
+    """The log-probability of each of them, under the weights that sampled it."""
 
 
 @final
@@ -510,7 +515,23 @@ class Chat:
         is_whole = reply.finish is Finish.STOP
         text, calls = conversation.heard(reply.tokens, reply.text, is_whole=is_whole, tools=self._fault)
         left = calls if self.num_turns < self._max_turns else ()
-        return Turn(text, left, not is_whole, len(reply.tokens), conversation.raw, len(self._context) - len(reply.tokens))
+        context = len(self._context) - len(reply.tokens)
+        return Turn(text, left, not is_whole, len(reply.tokens), conversation.raw, context, reply.tokens, reply.logprobs)
+
+    def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """How many tokens a conversation has that begins with this. Nothing is said.
+
+        Raises:
+            MessagesRefused: the chat template refuses it.
+        """
+        try:
+            return len(self._table.make(self.by).begun(messages, [one.description for one in tools]))
+        except DatasetError as error:
+            raise MessagesRefused(f"{error.what} {error.now}".strip()) from error
+
+    def texts_of(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return self._conversation.texts_of(tokens)
 
 
 def _messages(new: str | Sequence[Message]) -> list[Message]:

@@ -352,6 +352,10 @@ class Conversation:
             return self._form(raw)
         return (raw, []) if self._form is None else parsed(raw, self._form, self.offered)
 
+    def texts_of(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return [self._language.decode_all([token]) for token in tokens]
+
     def defused(self, text: str) -> str:
         """A tool's text in which no special token of the model is written."""
         for special in self._language.special_texts:

@@ -1,7 +1,9 @@
-"""Serve a rollout engine over HTTP as OpenAI's chat completions, for clients that know that API: `m2flow serve`.
+"""Serve a rollout engine over HTTP, for clients that know OpenAI's API or Anthropic's: `m2flow serve`.
 
     POST /v1/chat/completions --Asked.read--> ids, Sampling --Generator, its thread--> engine.add, step, snapshot --> answer or stream
-    GET  /v1/models           the model's name
+    POST /v1/responses, and Anthropic's /v1/messages --Dialect.asked--> the same
+    POST /v1/messages/count_tokens   how many tokens the prompt has
+    GET  /v1/models                  the model's name
 
 The engine belongs to one thread, which steps it while there is something to generate; requests of all clients decode together. A client
 that goes away has its requests aborted. What would change the answer and can't be done is refused by name with status 400; fields that
@@ -10,10 +12,11 @@ change nothing here (`user`, `store`, `metadata` ...) are ignored.
 Randomness: with `seed` the tokens are a function of the seed, the prompt's ids and the index among `n`; without it the seed is drawn.
 
 Security: on loopback a request needs a Host that names loopback, so that no other site's page can reach the server under a name of its own.
-With a key every request needs `Authorization: Bearer KEY`; the command asks for one on any other address.
+With a key every request needs `Authorization: Bearer KEY`, or `x-api-key: KEY`, as Anthropic's clients send it; the command asks for one
+on any other address.
 
 Source:
-    OpenAI API reference, chat completions: names, defaults and error objects.
+    OpenAI API reference, chat completions: names, defaults and error objects. The other two are `m2flow.agents.http_dialects`'.
 """
 
 from __future__ import annotations
@@ -38,7 +41,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from m2flow.agents.chat import Turn
 from m2flow.agents.conversation import Conversation
+from m2flow.agents.http_dialects import (
+    DIALECTS,
+    AnthropicCount,
+    BadRequest,
+    Dialect,
+    Speech,
+    TurnRequest,
+    first_fault,
+    token_logprobs,
+    tool_calls,
+)
 from m2flow.agents.tools import ToolCall
 from m2flow.engines.contract import Generated, Request, RolloutEngine
 from m2flow.errors import DatasetError, M2FlowError, OptionError, PromptTooLong
@@ -51,6 +66,8 @@ _DEFAULT_TOKENS = 512
 _PIECE_S = 0.05
 """Least time between two pieces of a stream."""
 _MOST_BODY_BYTES = 16 << 20
+COUNT = "messages/count_tokens"
+"""The path of Anthropic's count of a prompt's tokens."""
 
 
 # ---- what is asked
@@ -154,15 +171,6 @@ def _parsed(call: Any) -> Any:
     return call
 
 
-@final
-class BadRequest(Exception):
-    """A request that gets an error object in place of an answer."""
-
-    def __init__(self, message: str, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.code, self.status = code, status
-
-
 async def body_of(request: HttpRequest) -> bytes:
     """The body of a request. Raises `BadRequest`: it is too large."""
     body = bytearray()
@@ -173,10 +181,18 @@ async def body_of(request: HttpRequest) -> bytes:
     return bytes(body)
 
 
-def first_fault(error: pydantic.ValidationError) -> str:
-    """What is wrong with a body, in a line."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}"
+async def dialect_of(request: HttpRequest) -> tuple[Dialect, TurnRequest]:
+    """A request of any API, and what it asks. Raises `BadRequest`: it can't be."""
+    path = request.url.path.partition("/v1/")[2]
+    kind = AnthropicCount if path == COUNT else DIALECTS[path]
+    try:
+        dialect: Dialect = kind.model_validate_json(await body_of(request))
+    except pydantic.ValidationError as error:
+        raise BadRequest(first_fault(error)) from None
+    asked = dialect.asked()
+    if asked.messages[-1]["role"] == "assistant" and path != COUNT:
+        raise BadRequest("messages: the last one is the assistant's, and a turn that is begun for the model is not supported")
+    return dialect, asked
 
 
 # ---- generating
@@ -315,12 +331,15 @@ class ChatServer:
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/chat/completions", self._completions, methods=["POST"]),
+            Route("/v1/responses", self._speak, methods=["POST"]),
+            Route("/v1/messages", self._speak, methods=["POST"]),
+            Route(f"/v1/{COUNT}", self._count, methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={BadRequest: refuse})
 
     def _check_caller(self, request: HttpRequest) -> None:
         if self.key:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.key.encode()):
                 raise BadRequest("the API key is missing or wrong", "invalid_api_key", 401)
         elif not LOOPBACK_HOST.fullmatch(request.headers.get("host", "")):
@@ -335,14 +354,8 @@ class ChatServer:
     async def _completions(self, request: HttpRequest) -> Response:
         self._check_caller(request)
         asked = await self._read(request)
-        talk = Conversation(self.engine.language())
-        try:
-            ids, sampling = talk.begun(asked.conversation, asked.shown_tools), asked.sampling()
-        except (DatasetError, OptionError) as error:
-            raise BadRequest(str(error)) from None
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        seeds = [keyed_bits("serve", seed, at, *ids) for at in range(asked.n)]
-        began = self.generator.add(ids, sampling, seeds, is_streamed=asked.stream and not asked.shown_tools)
+        ids = self._ids_of(asked)
+        began = self._begin(asked, ids)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
         if asked.stream:
             parts = self._stream(asked, began, len(ids), head)
@@ -369,13 +382,85 @@ class ChatServer:
             }
         )
 
+    async def _speak(self, request: HttpRequest) -> Response:
+        """Answer by OpenAI's responses or Anthropic's messages: one turn."""
+        self._check_caller(request)
+        dialect, wanted = await dialect_of(request)
+        asked, number = self._asked(dialect, wanted), secrets.token_hex(12)
+        ids = self._ids_of(asked)
+        began = self._begin(asked, ids)
+        (one,) = began.values()
+
+        def turn() -> Turn:
+            made = self._choice(asked, 0, one)
+            num_tokens = len(made.generated.tokens)
+            return Turn(made.text, made.calls, made.finish == "length", num_tokens, made.generated.text, len(ids))
+
+        def spelled() -> list[tuple[str, float]]:
+            return self._spelled(one.done) if one.done is not None and wanted.wants_logprobs else []
+
+        if wanted.is_streamed:
+            speech = Speech(len(ids), self._texts(asked, began), turn, spelled)
+            parts = self._events(dialect.pieces(speech, number), began)
+            return StreamingResponse(parts, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        try:
+            await self._wait(request, began)
+        finally:
+            self.generator.drop([number for number, one in began.items() if one.done is None])
+        return JSONResponse(dialect.whole(turn(), number, spelled()))
+
+    async def _count(self, request: HttpRequest) -> Response:
+        self._check_caller(request)
+        dialect, wanted = await dialect_of(request)
+        return JSONResponse({"input_tokens": len(self._ids_of(self._asked(dialect, wanted)))})
+
+    def _asked(self, dialect: Dialect, wanted: TurnRequest) -> Asked:
+        """A request of another API as one of chat completions."""
+        self._check_model(dialect.named)
+        described = {} if wanted.json_schema is None else {"type": "json_schema", "json_schema": {"schema": wanted.json_schema}}
+        return Asked.model_validate(
+            {
+                "model": self.name,
+                "messages": list(wanted.messages),
+                "max_tokens": wanted.max_tokens,
+                "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
+                "top_p": 1.0 if wanted.top_p is None else wanted.top_p,
+                "stop": None if wanted.stop is None else list(wanted.stop),
+                "stream": wanted.is_streamed,
+                "tools": [tool.description for tool in wanted.tools] or None,
+                "tool_choice": "auto" if wanted.may_call else "none",
+                "parallel_tool_calls": wanted.may_call_several,
+                "response_format": described or {"type": "text"},
+            }
+        )
+
+    def _ids_of(self, asked: Asked) -> list[int]:
+        """The prompt's tokens. Raises `BadRequest`: the chat template refuses it."""
+        try:
+            return Conversation(self.engine.language()).begun(asked.conversation, asked.shown_tools)
+        except (DatasetError, OptionError) as error:
+            raise BadRequest(str(error)) from None
+
+    def _begin(self, asked: Asked, ids: Sequence[int]) -> dict[int, _Running]:
+        """Begin the answers. Raises `BadRequest`: a number of the request can't be."""
+        try:
+            sampling = asked.sampling()
+        except OptionError as error:
+            raise BadRequest(str(error)) from None
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        seeds = [keyed_bits("serve", seed, at, *ids) for at in range(asked.n)]
+        return self.generator.add(ids, sampling, seeds, is_streamed=asked.stream and not asked.shown_tools)
+
+    def _check_model(self, name: str) -> None:
+        if name != self.name:
+            raise BadRequest(f"there is no model {name[:200]!r} here; there is {self.name!r}", "model_not_found", 404)
+
     async def _read(self, request: HttpRequest) -> Asked:
         try:
             asked = Asked.model_validate_json(await body_of(request))
         except pydantic.ValidationError as error:
             raise BadRequest(first_fault(error)) from None
-        if asked.model != self.name:
-            raise BadRequest(f"there is no model {asked.model[:200]!r} here; there is {self.name!r}", "model_not_found", 404)
+        self._check_model(asked.model)
         if said := asked.refused():
             raise BadRequest(said)
         return asked
@@ -408,12 +493,28 @@ class ChatServer:
         return _Choice(index, text, calls, "tool_calls" if calls else "stop" if is_whole else "length", generated)
 
     def _logprobs(self, generated: Generated) -> dict[str, object]:
-        language = self.engine.language()
-        content = []
-        for token, logprob in zip(generated.tokens.tolist(), generated.logprobs.tolist(), strict=True):
-            text = language.decode_all([token])
-            content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(self._spelled(generated)), "refusal": None}
+
+    def _spelled(self, generated: Generated) -> list[tuple[str, float]]:
+        texts = Conversation(self.engine.language()).texts_of(generated.tokens.tolist())
+        return list(zip(texts, generated.logprobs.tolist(), strict=True))
+
+    async def _texts(self, asked: Asked, began: Mapping[int, _Running]) -> AsyncIterator[str]:
+        """The pieces of the one answer's text."""
+        async for piece in self._pieces(asked, began, 0):
+            choices: Any = piece["choices"]
+            for choice in choices:
+                if text := choice["delta"].get("content"):
+                    yield text
+
+    async def _events(self, pieces: AsyncIterator[tuple[str, dict[str, object]]], began: Mapping[int, _Running]) -> AsyncIterator[str]:
+        try:
+            async for event, data in pieces:
+                yield written(event, data)
+        except BadRequest as error:  # The status has been sent.
+            yield written("error", {"type": "error", **_error(error)})
+        finally:
+            self.generator.drop([number for number, one in began.items() if one.done is None])
 
     async def _stream(self, asked: Asked, began: Mapping[int, _Running], num_prompt: int, head: Mapping[str, object]) -> AsyncIterator[str]:
         try:
@@ -468,18 +569,9 @@ def _chunk(
     return {"choices": [{"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}]}
 
 
-def tool_calls(calls: Sequence[ToolCall], *, are_numbered: bool = False) -> dict[str, object]:
-    """The field `tool_calls` of a message; none without calls."""
-    found = [
-        {
-            **({"index": at} if are_numbered else {}),
-            "id": call.id or f"call_{at}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-        }
-        for at, call in enumerate(calls)
-    ]
-    return {"tool_calls": found} if found else {}
+def written(event: str, data: Mapping[str, object]) -> str:
+    """An event of a stream; an empty name has no line."""
+    return (f"event: {event}\n" if event else "") + f"data: {json.dumps(data)}\n\n"
 
 
 def _usage(num_prompt: int, choices: Sequence[_Choice]) -> dict[str, int]:

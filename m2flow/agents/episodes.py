@@ -772,7 +772,7 @@ class Episodes:
         assert turn.strand is not None
         turn.strand.append_turn(made, kind=kind)
         turn.episode.host._changed.add(turn.episode.id)
-        self._loop.call(_answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish))
+        self._loop.call(_answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist()))
 
     def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
         """Give up a turn that is not waited for any longer; its tokens so far stay in the episode."""

@@ -1,10 +1,10 @@
 """Read requests for a turn of the model, and write the turn as an answer, in three APIs: OpenAI's two and Anthropic's.
 
     body of POST chat/completions, responses, messages --Dialect.asked--> TurnRequest
-    Turn --Dialect.whole, pieces--> the answer, at once or as events
+    Turn --Dialect.whole--> the answer at once, Speech --Dialect.pieces--> the answer as events
 
-What would change the answer and can't be done in training is refused by name. The conversations that requests belong to are
-`m2flow.agents.http_sessions`' business.
+What would change the answer and can't be done is refused by name. The conversations that requests belong to are the business of
+`m2flow.agents.http_sessions`; `m2flow.agents.endpoint` serves trained models.
 
 Source:
     OpenAI API reference (chat completions, responses), Anthropic API reference (messages).
@@ -16,22 +16,72 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, final
 
 import pydantic
 
 from m2flow.agents.chat import Turn
-from m2flow.agents.endpoint import BadRequest, first_fault, tool_calls
-from m2flow.agents.tools import Tool, client_tool
+from m2flow.agents.tools import Tool, ToolCall, client_tool
 from m2flow.errors import OptionError
 from m2flow.recipe import Sampling
 from m2flow.samples import Message
 
 MODEL = "policy"
-"""What `/v1/models` names. A request may name any: there is one."""
+"""What `/v1/models` names in training. A request may name any: there is one."""
+
+
+@final
+class BadRequest(Exception):
+    """A request that gets an error object in place of an answer."""
+
+    def __init__(self, message: str, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+def first_fault(error: pydantic.ValidationError) -> str:
+    """What is wrong with a body, in a line."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}"
+
+
+def tool_calls(calls: Sequence[ToolCall], *, are_numbered: bool = False) -> dict[str, object]:
+    """The field `tool_calls` of a message; none without calls."""
+    found = [
+        {
+            **({"index": at} if are_numbered else {}),
+            "id": call.id or f"call_{at}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for at, call in enumerate(calls)
+    ]
+    return {"tool_calls": found} if found else {}
+
+
+Spelled = Sequence[tuple[str, float]]
+"""The text of each sampled token, and its log-probability."""
+
+
+def token_logprobs(spelled: Spelled) -> list[dict[str, object]]:
+    """Log-probabilities as OpenAI's two APIs have them."""
+    return [{"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in spelled]
+
+
+@dataclass(frozen=True)
+class Speech:
+    """A turn while it is taken."""
+
+    num_context: int
+    """Tokens before it."""
+    texts: AsyncIterator[str]
+    """Pieces of its text; after the last one the turn is there."""
+    turn: Callable[[], Turn]
+    spelled: Callable[[], Spelled] = tuple
+    """Its tokens, if their log-probabilities are asked for."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +98,12 @@ class TurnRequest:
     """False: the tools are shown, and a call of one is a text."""
     may_call_several: bool = True
     """False: a turn with several calls is a text."""
+    wants_logprobs: bool = False
+    temperature: float | None = None
+    """These are of those who serve a model; in training the rollout's hold."""
+    top_p: float | None = None
+    json_schema: Mapping[str, Any] | None = None
+    """What the answer is to be an instance of."""
 
     @cached_property
     def shown(self) -> str:
@@ -114,12 +170,20 @@ def _call(name: object, arguments: object, number: object) -> dict[str, object]:
 class _Body(pydantic.BaseModel):
     """What all dialects have."""
 
+    model: Any = None
     stream: bool | None = None
     tool_choice: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
     parallel_tool_calls: bool | None = None
 
     refused: ClassVar[tuple[str, ...]] = ()
     """Fields that would change the answer, and can't be had."""
+
+    @property
+    def named(self) -> str:
+        """The model, as the answer names it: as the request does."""
+        return self.model if isinstance(self.model, str) and self.model else MODEL
 
     @property
     def choice(self) -> object:
@@ -136,7 +200,7 @@ class _Body(pydantic.BaseModel):
     def _check(self) -> _Body:
         given = [name for name in self.refused if getattr(self, name)]
         if given:
-            raise ValueError(f"{given[0]} is not supported in training")
+            raise ValueError(f"{given[0]} is not supported")
         if self.choice not in (None, "auto", "none"):
             raise ValueError(f"tool_choice {json.dumps(self.tool_choice)} is not supported: auto or none")
         return self
@@ -145,12 +209,16 @@ class _Body(pydantic.BaseModel):
 class Dialect(Protocol):
     """One API: how a request is read, and how an answer is written."""
 
+    @property
+    def named(self) -> str: ...
+
     def asked(self) -> TurnRequest: ...
 
-    def whole(self, turn: Turn, number: str) -> dict[str, object]: ...
+    def whole(self, turn: Turn, number: str, spelled: Spelled = ()) -> dict[str, object]: ...
 
-    def pieces(self, turn: Turn, number: str) -> Iterator[tuple[str, dict[str, object]]]:
+    def pieces(self, speech: Speech, number: str) -> AsyncIterator[tuple[str, dict[str, object]]]:
         """The answer as a stream: (event, data). An empty event has no line of its own."""
+        ...
 
 
 def _tools_of(given: Sequence[Any] | None, kinds: Sequence[str] = ("function",)) -> tuple[Tool, ...]:
@@ -171,7 +239,7 @@ def _tools_of(given: Sequence[Any] | None, kinds: Sequence[str] = ("function",))
 
 
 def _turn_request(
-    messages: Sequence[Message], tools: tuple[Tool, ...], limit: int | None, stop: Sequence[str] | None, of: _Body
+    messages: Sequence[Message], tools: tuple[Tool, ...], limit: int | None, stop: Sequence[str] | None, of: _Body, **more: Any
 ) -> TurnRequest:
     """A request. Raises `BadRequest`: a stop text can't be."""
     try:
@@ -179,7 +247,16 @@ def _turn_request(
     except OptionError as error:
         raise BadRequest(str(error)) from None
     texts = None if stop is None else tuple(stop)
-    return TurnRequest(tuple(messages), tools, limit, texts, bool(of.stream), of.choice != "none", of.may_call_several)
+    more |= {"temperature": of.temperature, "top_p": of.top_p}
+    return TurnRequest(tuple(messages), tools, limit, texts, bool(of.stream), of.choice != "none", of.may_call_several, **more)
+
+
+def _schema(given: Mapping[str, Any] | None, schema: object, where: str) -> Mapping[str, Any] | None:
+    """The JSON Schema of an answer's format; None: it is text. Raises `BadRequest`: it is neither."""
+    kind = (given or {}).get("type", "text")
+    if kind not in ("text", "json_schema") or (kind == "json_schema" and not isinstance(schema, dict)):
+        raise BadRequest(f"{where} {kind!r:.60} is not supported: text, or json_schema with a schema")
+    return schema if kind == "json_schema" and isinstance(schema, dict) else None
 
 
 class _ChatCall(pydantic.BaseModel):
@@ -203,6 +280,7 @@ class ChatCompletion(_Body):
     stream_options: dict[str, Any] | None = None
     n: int | None = pydantic.Field(None, ge=1, le=1)
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -211,14 +289,18 @@ class ChatCompletion(_Body):
     function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    refused = ("logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "functions", "function_call", "chat_template_kwargs")
+    refused = (
+        *("top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty"),
+        *("functions", "function_call", "chat_template_kwargs"),
+    )
 
     def asked(self) -> TurnRequest:
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise BadRequest(f"response_format {self.response_format.get('type')!r} is not supported in training")
+        described = (self.response_format or {}).get("json_schema")
+        schema = _schema(self.response_format, described.get("schema") if isinstance(described, dict) else None, "response_format")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         limit = self.max_completion_tokens or self.max_tokens
-        return _turn_request([self._message(given) for given in self.messages], _tools_of(self.tools), limit, stop, self)
+        more = {"wants_logprobs": bool(self.logprobs), "json_schema": schema}
+        return _turn_request([self._message(given) for given in self.messages], _tools_of(self.tools), limit, stop, self, **more)
 
     def _message(self, given: Mapping[str, Any]) -> Message:
         role = "system" if given.get("role") == "developer" else given.get("role")
@@ -235,34 +317,38 @@ class ChatCompletion(_Body):
                 raise BadRequest(f"a message's {name} is {given[name]!r:.60}; it must be a text")
         return message | {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
 
-    def whole(self, turn: Turn, number: str) -> dict[str, object]:
+    def whole(self, turn: Turn, number: str, spelled: Spelled = ()) -> dict[str, object]:
         said = turn.text if turn.text or not turn.calls else None
         message: dict[str, object] = {"role": "assistant", "content": said, "refusal": None}
         choice = {
             "index": 0,
             "message": message | tool_calls(turn.calls),
             "finish_reason": _finish(turn, "stop", "tool_calls", "length"),
-            "logprobs": None,
+            "logprobs": self._logprobs(spelled),
         }
         return self._head(number) | {"object": "chat.completion", "choices": [choice], "usage": self._usage(turn)}
 
-    def pieces(self, turn: Turn, number: str) -> Iterator[tuple[str, dict[str, object]]]:
+    def _logprobs(self, spelled: Spelled) -> dict[str, object] | None:
+        return {"content": token_logprobs(spelled), "refusal": None} if self.logprobs else None
+
+    async def pieces(self, speech: Speech, number: str) -> AsyncIterator[tuple[str, dict[str, object]]]:
         head = self._head(number) | {"object": "chat.completion.chunk"}
 
-        def chunk(delta: Mapping[str, object], finish: str | None = None) -> tuple[str, dict[str, object]]:
-            return "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]}
+        def chunk(delta: Mapping[str, object], finish: str | None = None, logprobs: object = None) -> tuple[str, dict[str, object]]:
+            return "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}]}
 
         yield chunk({"role": "assistant", "content": ""})
-        if turn.text:
-            yield chunk({"content": turn.text})
+        async for text in speech.texts:
+            yield chunk({"content": text})
+        turn = speech.turn()
         if turn.calls:
             yield chunk(tool_calls(turn.calls, are_numbered=True))
-        yield chunk({}, _finish(turn, "stop", "tool_calls", "length"))
+        yield chunk({}, _finish(turn, "stop", "tool_calls", "length"), self._logprobs(speech.spelled()))
         if (self.stream_options or {}).get("include_usage"):
             yield "", {**head, "choices": [], "usage": self._usage(turn)}
 
     def _head(self, number: str) -> dict[str, object]:
-        return {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": MODEL}
+        return {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": self.named}
 
     def _usage(self, turn: Turn) -> dict[str, int]:
         made, given = turn.num_tokens, turn.num_context
@@ -291,20 +377,22 @@ class ModelResponse(_Body):
     background: bool | None = None
     prompt: Any = None
     text: _TextOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
 
-    refused = ("previous_response_id", "conversation", "background", "prompt")
+    refused = ("previous_response_id", "conversation", "background", "prompt", "top_logprobs")
 
     def asked(self) -> TurnRequest:
-        kind = ((self.text and self.text.format) or {}).get("type", "text")
-        if kind != "text":
-            raise BadRequest(f"text.format {kind!r} is not supported in training")
+        given = self.text.format if self.text else None
+        schema = _schema(given, (given or {}).get("schema"), "text.format")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         found: list[dict[str, object]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in items:
             self._take(item, found)
         if len(found) == bool(self.instructions):
             raise BadRequest("input: there is no message in it")
-        return _turn_request(found, _tools_of(self.tools), self.max_output_tokens, None, self)
+        more = {"wants_logprobs": "message.output_text.logprobs" in (self.include or ()), "json_schema": schema}
+        return _turn_request(found, _tools_of(self.tools), self.max_output_tokens, None, self, **more)
 
     @staticmethod
     def _take(item: Mapping[str, Any], found: list[dict[str, object]]) -> None:
@@ -325,31 +413,33 @@ class ModelResponse(_Body):
         elif kind != "reasoning":
             raise BadRequest(f"input of the type {kind!r} is not supported")
 
-    def _output(self, turn: Turn, number: str) -> list[dict[str, Any]]:
-        output: list[dict[str, Any]] = []
-        if turn.text or not turn.calls:
-            content = [{"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}]
-            output.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": content})
+    @staticmethod
+    def _message(text: str, number: str, spelled: Spelled = ()) -> dict[str, Any]:
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs(spelled)}]
+        return {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": content}
+
+    def _output(self, turn: Turn, number: str, spelled: Spelled) -> list[dict[str, Any]]:
+        output = [self._message(turn.text, number, spelled)] if turn.text or not turn.calls else []
         for at, call in enumerate(turn.calls):
             arguments = json.dumps(dict(call.arguments))
             one = {"type": "function_call", "id": f"fc_{number}{at}", "call_id": call.id, "name": call.name, "arguments": arguments}
             output.append(one | {"status": "completed"})
         return output
 
-    def whole(self, turn: Turn, number: str) -> dict[str, object]:
+    def whole(self, turn: Turn, number: str, spelled: Spelled = ()) -> dict[str, object]:
         made, given = turn.num_tokens, turn.num_context
         details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         return {
             "id": f"resp_{number}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": MODEL,
+            "model": self.named,
             "status": "incomplete" if turn.is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if turn.is_cut else None,
             "error": None,
             "instructions": self.instructions,
             "metadata": {},
-            "output": self._output(turn, number),
+            "output": self._output(turn, number, spelled),
             "parallel_tool_calls": self.may_call_several,
             "temperature": None,
             "top_p": None,
@@ -358,28 +448,49 @@ class ModelResponse(_Body):
             "usage": {"input_tokens": given, "output_tokens": made, "total_tokens": given + made, **details},
         }
 
-    def pieces(self, turn: Turn, number: str) -> Iterator[tuple[str, dict[str, object]]]:
-        whole = self.whole(turn, number)
+    async def pieces(self, speech: Speech, number: str) -> AsyncIterator[tuple[str, dict[str, object]]]:
+        at = -1
+
+        def numbered(name: str, more: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+            nonlocal at
+            at += 1
+            return name, {"type": name, "sequence_number": at, **more}
+
+        empty = Turn("", (), is_cut=False, num_tokens=0, num_context=speech.num_context)
+        begun = self.whole(empty, number) | {"status": "in_progress", "output": [], "usage": None}
+        yield numbered("response.created", {"response": begun})
+        is_open = False
+        async for text in speech.texts:
+            for name, more in () if is_open else _opening(self._message("", number)):
+                yield numbered(name, more)
+            is_open = True
+            where = {"item_id": f"msg_{number}", "content_index": 0, "output_index": 0}
+            yield numbered("response.output_text.delta", {**where, "delta": text, "logprobs": []})
+        turn, spelled = speech.turn(), speech.spelled()
+        for index, item in enumerate(self._output(turn, number, spelled)):
+            for name, more in (*(() if is_open and not index else _opening(item)), *_closing(item)):
+                yield numbered(name, {"output_index": index, **more})
         kind = "response.incomplete" if turn.is_cut else "response.completed"
-        begun = whole | {"status": "in_progress", "output": []}
-        yield "response.created", {"type": "response.created", "sequence_number": 0, "response": begun}
-        at = 0
-        for index, item in enumerate(self._output(turn, number)):
-            for name, more in _item_events(item, index):
-                at += 1
-                yield name, {"type": name, "sequence_number": at, "output_index": index, **more}
-        yield kind, {"type": kind, "sequence_number": at + 1, "response": whole}
+        yield numbered(kind, {"response": self.whole(turn, number, spelled)})
 
 
-def _item_events(item: Mapping[str, Any], index: int) -> Iterator[tuple[str, dict[str, object]]]:
+def _opening(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Events before the first piece of an item of OpenAI's responses."""
+    is_text = item["type"] == "message"
+    empty: dict[str, object] = {"content": []} if is_text else {"arguments": ""}
+    yield "response.output_item.added", {"output_index": 0, "item": {**item, "status": "in_progress", **empty}}
+    if is_text:
+        part = {**item["content"][0], "text": "", "logprobs": []}
+        yield "response.content_part.added", {"output_index": 0, "item_id": item["id"], "content_index": 0, "part": part}
+
+
+def _closing(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Events after the last piece of an item's text, and all that its arguments have."""
     number = {"item_id": item["id"]}
-    yield "response.output_item.added", {"item": {**item, "status": "in_progress", **({"content": []} if "content" in item else {})}}
     if item["type"] == "message":
         (part,) = item["content"]
         where = {**number, "content_index": 0}
-        yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
-        yield "response.output_text.delta", {**where, "delta": part["text"], "logprobs": []}
-        yield "response.output_text.done", {**where, "text": part["text"], "logprobs": []}
+        yield "response.output_text.done", {**where, "text": part["text"], "logprobs": part["logprobs"]}
         yield "response.content_part.done", {**where, "part": part}
     else:
         yield "response.function_call_arguments.delta", {**number, "delta": item["arguments"]}
@@ -427,33 +538,47 @@ class AnthropicMessage(_Body):
         content: list[dict[str, Any]] = [{"type": "text", "text": turn.text}] if turn.text or not turn.calls else []
         return content + [{"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in turn.calls]
 
-    def whole(self, turn: Turn, number: str) -> dict[str, object]:
+    def whole(self, turn: Turn, number: str, spelled: Spelled = ()) -> dict[str, object]:
         return {
             "id": f"msg_{number}",
             "type": "message",
             "role": "assistant",
-            "model": MODEL,
+            "model": self.named,
             "content": self._content(turn),
             "stop_reason": _finish(turn, "end_turn", "tool_use", "max_tokens"),
             "stop_sequence": None,
             "usage": {"input_tokens": turn.num_context, "output_tokens": turn.num_tokens},
         }
 
-    def pieces(self, turn: Turn, number: str) -> Iterator[tuple[str, dict[str, object]]]:
-        whole = self.whole(turn, number)
-        opened = {**whole, "content": [], "stop_reason": None}
-        yield "message_start", {"type": "message_start", "message": opened}
+    async def pieces(self, speech: Speech, number: str) -> AsyncIterator[tuple[str, dict[str, object]]]:
+        def block(kind: str, at: int, **more: object) -> tuple[str, dict[str, object]]:
+            return f"content_block_{kind}", {"type": f"content_block_{kind}", "index": at, **more}
+
+        begun = self.whole(Turn("", (), is_cut=False, num_tokens=0, num_context=speech.num_context), number)
+        yield "message_start", {"type": "message_start", "message": {**begun, "content": [], "stop_reason": None}}
+        is_open, opening = False, block("start", 0, content_block={"type": "text", "text": ""})
+        async for text in speech.texts:
+            if not is_open:
+                yield opening
+            is_open = True
+            yield block("delta", 0, delta={"type": "text_delta", "text": text})
+        turn = speech.turn()
         for at, part in enumerate(self._content(turn)):
-            if part["type"] == "text":
-                empty, delta = {**part, "text": ""}, {"type": "text_delta", "text": part["text"]}
-            else:
-                empty, delta = {**part, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(part["input"])}
-            yield "content_block_start", {"type": "content_block_start", "index": at, "content_block": empty}
-            yield "content_block_delta", {"type": "content_block_delta", "index": at, "delta": delta}
-            yield "content_block_stop", {"type": "content_block_stop", "index": at}
-        last = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+            if part["type"] == "tool_use":
+                yield block("start", at, content_block={**part, "input": {}})
+                yield block("delta", at, delta={"type": "input_json_delta", "partial_json": json.dumps(part["input"])})
+            elif not is_open:
+                yield opening
+            yield block("stop", at)
+        last = {"stop_reason": self.whole(turn, number)["stop_reason"], "stop_sequence": None}
         yield "message_delta", {"type": "message_delta", "delta": last, "usage": {"output_tokens": turn.num_tokens}}
         yield "message_stop", {"type": "message_stop"}
+
+
+class AnthropicCount(AnthropicMessage):
+    """Anthropic's count of the tokens that a request's prompt would have."""
+
+    max_tokens: int = 1
 
 
 DIALECTS: dict[str, type[Any]] = {"chat/completions": ChatCompletion, "responses": ModelResponse, "messages": AnthropicMessage}

@@ -10,6 +10,7 @@
     POST /KEY/v1/chat/completions, /KEY/v1/responses, and Anthropic's /KEY/v1/messages
         --Dialect.asked--> TurnRequest --Session.answer--> a turn of one of the episode's conversations
         --Dialect.whole, pieces--> the answer
+    POST /KEY/v1/messages/count_tokens   how many tokens a conversation has that begins so; no turn
 
 A request holds a whole conversation. The longest conversation of the episode that it extends goes on with what is new: ids that were
 sampled stay as they are, and only the new messages are tokenised. A request that extends none, or shows other tools, begins another
@@ -23,7 +24,8 @@ says `at_once=True`: then no conversation is the chat itself, and all are named 
 A client's retry (`x-stainless-retry-count`, which the SDKs of OpenAI and Anthropic send) gets the answer that is under way, or was given; a
 client that goes away leaves its turn to end. The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What
 would change the answer otherwise and can't be done is refused by name with status 400, and so are messages that the chat template
-refuses: the conversation is then as it was.
+refuses: the conversation is then as it was. A stream has the whole turn in one piece,
+when it has ended: agents hear of turns, not of tokens.
 
 A failure of the episode (a time-out, too many turns) is an error to the client, and is raised again where the endpoint closes, whatever the
 agent made of it. Tools of such an agent are its own: they run again where an episode is repeated. Those that may not are under `@tool`.
@@ -48,7 +50,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
-import pydantic
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -56,8 +57,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from m2flow.agents.chat import Chat, Turn
-from m2flow.agents.endpoint import LOOPBACK_HOST, BadRequest, body_of, first_fault, refuse
-from m2flow.agents.http_dialects import DIALECTS, MODEL, ChatCompletion, Dialect, TurnRequest, is_json
+from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, refuse, written
+from m2flow.agents.http_dialects import DIALECTS, MODEL, BadRequest, ChatCompletion, Speech, TurnRequest, is_json
 from m2flow.agents.tools import EpisodeFailed, MessagesRefused
 from m2flow.samples import Message
 
@@ -243,6 +244,17 @@ class Session:
         line.said = [_compared(message) for message in (*asked.messages, _assistant(turn))]
         return turn
 
+    def spelled(self, turn: Turn) -> list[tuple[str, float]]:
+        """The text of each token of a turn, and its log-probability."""
+        return list(zip(self._chat.texts_of(turn.tokens), turn.logprobs, strict=True))
+
+    def num_tokens(self, asked: TurnRequest) -> int:
+        """Count the tokens of a conversation that begins with these messages. Raises `BadRequest`: the chat template refuses them."""
+        try:
+            return self._chat.num_prompt_tokens(asked.messages, asked.tools)
+        except MessagesRefused as error:
+            raise BadRequest(str(error)) from None
+
     def raise_failure(self) -> None:
         """Raise what ended a turn in place of the model, if something did."""
         if self._failure is not None:
@@ -299,6 +311,7 @@ class _Server:
         self.port: int = self._listener.getsockname()[1]
         routes = [Route("/{key}/v1/models", self._models, methods=["GET"])]
         routes += [Route(f"/{{key}}/v1/{path}", self._answer, methods=["POST"], name=path) for path in DIALECTS]
+        routes += [Route(f"/{{key}}/v1/{COUNT}", self._count, methods=["POST"])]
         app = Starlette(routes=routes, exception_handlers={BadRequest: refuse})
         config = uvicorn.Config(app, log_level="critical", access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
@@ -382,16 +395,17 @@ class _Server:
             self._session_of(request)
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "m2flow"}]})
 
+    async def _count(self, request: HttpRequest) -> Response:
+        session = self._session_of(request)
+        _, asked = await dialect_of(request)
+        return JSONResponse({"input_tokens": session.num_tokens(asked)})
+
     async def _answer(self, request: HttpRequest) -> Response:
         session = self._session_of(request)
-        body = await body_of(request)
-        try:
-            dialect: Dialect = DIALECTS[request.url.path.partition("/v1/")[2]].model_validate_json(body)
-        except pydantic.ValidationError as error:
-            raise BadRequest(first_fault(error)) from None
-        asked, number = dialect.asked(), secrets.token_hex(12)
-        if asked.messages[-1]["role"] == "assistant":
-            raise BadRequest("messages: the last one is the assistant's, and a turn that is begun for the model is not supported")
+        dialect, asked = await dialect_of(request)
+        number = secrets.token_hex(12)
+        if asked.json_schema is not None:
+            raise BadRequest("a response_format or text.format of the type json_schema is not supported in training")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             turn = await session.answer(asked, is_retry=is_retry)
@@ -401,13 +415,18 @@ class _Server:
             raise BadRequest(f"the episode has failed: {error}", error.how) from None
         except Exception as error:
             raise BadRequest(f"the episode has failed: {type(error).__name__}: {error}", "raised") from None
+        spelled = session.spelled(turn) if asked.wants_logprobs else []
         if not asked.is_streamed:
-            return JSONResponse(dialect.whole(turn, number))
+            return JSONResponse(dialect.whole(turn, number, spelled))
         ends_with_done = isinstance(dialect, ChatCompletion)
 
+        async def texts() -> AsyncIterator[str]:
+            if turn.text:
+                yield turn.text
+
         async def events() -> AsyncIterator[str]:
-            for event, data in dialect.pieces(turn, number):
-                yield (f"event: {event}\n" if event else "") + f"data: {json.dumps(data)}\n\n"
+            async for event, data in dialect.pieces(Speech(turn.num_context, texts(), lambda: turn, lambda: spelled), number):
+                yield written(event, data)
             if ends_with_done:
                 yield "data: [DONE]\n\n"
 

@@ -144,6 +144,75 @@ def test_the_pieces_of_a_stream_are_the_answer(served: Served, seed: int, letter
         assert served.streamed(**body, stop=["ab", "zz"])[0] == cut
 
 
+def asked_by(path: str, **body: Any) -> dict[str, Any]:
+    """The same question as `HELLO`, as each API asks it."""
+    if path == "responses":
+        return {"model": "tiny", "instructions": HELLO[0]["content"], "input": HELLO[1:], "max_output_tokens": 20, **body}
+    return {"model": "tiny", "system": HELLO[0]["content"], "messages": HELLO[1:], "max_tokens": 20, **body}
+
+
+def said_by(path: str, answer: dict[str, Any]) -> tuple[str, int, int]:
+    content = answer["output"][0]["content"] if path == "responses" else answer["content"]
+    return content[0]["text"], answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]
+
+
+def pieces_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_the_other_two_apis_answer_what_chat_completions_does_whole_and_in_pieces(served: Served, path: str) -> None:
+    chat = served.post(temperature=0, max_tokens=20).json()
+    expected = (chat["choices"][0]["message"]["content"], chat["usage"]["prompt_tokens"], chat["usage"]["completion_tokens"])
+    body = asked_by(path, temperature=0)
+    whole = httpx.post(f"{served.url}/{path}", json=body, timeout=120, trust_env=False)
+    assert whole.status_code == 200, whole.text
+    assert said_by(path, whole.json()) == expected
+    assert whole.json()["model"] == "tiny"
+    streamed = pieces_of(httpx.post(f"{served.url}/{path}", json={**body, "stream": True}, timeout=120, trust_env=False).text)
+    deltas = [one["delta"] for one in streamed if one["type"] in ("response.output_text.delta", "content_block_delta")]
+    assert "".join(one if isinstance(one, str) else one["text"] for one in deltas) == expected[0]
+    if path == "responses":
+        assert [one["sequence_number"] for one in streamed] == list(range(len(streamed)))
+        last = streamed[-1]["response"]
+        assert {**last, "id": "", "created_at": 0} | {"output": []} == {**whole.json(), "id": "", "created_at": 0} | {"output": []}
+        assert said_by(path, last) == expected
+    else:
+        assert streamed[0]["message"]["usage"]["input_tokens"] == expected[1]
+        assert (streamed[-2]["usage"]["output_tokens"], streamed[-2]["delta"]["stop_reason"]) == (expected[2], whole.json()["stop_reason"])
+        counted = httpx.post(f"{served.url}/messages/count_tokens", json=body, timeout=120, trust_env=False)
+        assert counted.json() == {"input_tokens": expected[1]}
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_a_stream_of_the_other_two_apis_comes_in_more_than_one_piece(served: Served, path: str) -> None:
+    limit = {"responses": "max_output_tokens", "messages": "max_tokens"}[path]
+    text = httpx.post(f"{served.url}/{path}", json=asked_by(path, stream=True, **{limit: 180}), timeout=120, trust_env=False).text
+    deltas = [one for one in pieces_of(text) if one["type"] in ("response.output_text.delta", "content_block_delta")]
+    assert len(deltas) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status", "says"),
+    [
+        ("responses", {"model": "gpt-9"}, 404, "there is 'tiny'"),
+        ("messages", {"model": "claude"}, 404, "there is 'tiny'"),
+        ("responses", {"previous_response_id": "r"}, 400, "previous_response_id"),
+        ("responses", {"tool_choice": "required"}, 400, "tool_choice"),
+        ("responses", {"temperature": -1}, 400, "temperature"),
+        ("messages", {"max_tokens": 0}, 400, "max_tokens"),
+        ("messages", {"messages": [{"role": "user", "content": "a" * 1000}]}, 400, "context"),
+        ("messages/count_tokens", {"messages": []}, 400, "messages"),
+    ],
+)
+def test_what_the_other_two_apis_can_not_do_is_refused_by_name(
+    served: Served, path: str, more: dict[str, Any], status: int, says: str
+) -> None:
+    found = httpx.post(f"{served.url}/{path}", json=asked_by(path, **more), timeout=120, trust_env=False)
+    assert found.status_code == status, found.text
+    assert says in found.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
@@ -185,6 +254,9 @@ def test_other_sites_and_callers_without_the_key_are_turned_away(served: Served,
         assert keyed.post().status_code == 401
         assert keyed.post({"authorization": "Bearer no"}).status_code == 401
         assert keyed.post({"authorization": f"Bearer {KEY}"}, max_tokens=2).status_code == 200
+        ask = {"json": asked_by("messages", max_tokens=2), "timeout": 120, "trust_env": False}
+        for headers, status in (({}, 401), ({"x-api-key": "no"}, 401), ({"x-api-key": KEY}, 200)):
+            assert httpx.post(f"{keyed.url}/messages", headers=headers, **ask).status_code == status  # type: ignore[arg-type]
     finally:
         keyed.close()
 

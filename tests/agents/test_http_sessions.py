@@ -175,6 +175,43 @@ def test_a_stream_says_what_a_whole_answer_says_and_a_client_that_breaks_off_lea
     assert len(script.asked) == 2
 
 
+def test_log_probabilities_are_those_of_the_tokens_that_were_sampled_whole_and_in_a_stream(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[list[dict[str, Any]]]:
+        whole = (await completed(client, ASKS, logprobs=True))["choices"][0]["logprobs"]["content"]
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 0, "stream": True}
+        text = (await client.post("/chat/completions", json=body)).text
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        found = [one for chunk in chunks for choice in chunk["choices"] for one in (choice["logprobs"] or {}).get("content", ())]
+        asked = {"input": "y", "include": ["message.output_text.logprobs"]}
+        answer = (await client.post("/responses", json=asked)).json()
+        assert (await completed(client, [{"role": "user", "content": "z"}]))["choices"][0]["logprobs"] is None
+        return [whole, found, answer["output"][0]["content"][0]["logprobs"]]
+
+    whole, streamed, responses = served(chat_of(script), work)
+    assert whole == streamed == responses
+    ids = [*language.encode_target("one"), min(language.eos_ids)]
+    assert [one["token"] for one in whole] == [language.decode_all([token]) for token in ids]
+    assert [one["logprob"] for one in whole] == [-0.5 * at for at in range(len(ids))]
+    assert bytes(byte for one in whole for byte in one["bytes"]).decode().startswith("one")
+
+
+def test_the_tokens_of_a_prompt_are_counted_without_a_turn(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> tuple[int, int]:
+        body = {"model": "m", "system": "Be brief.", "messages": ASKS[1:], "tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+        counted = await client.post("/messages/count_tokens", json=body)
+        assert counted.status_code == 200, counted.text
+        assert not script.asked
+        said = await client.post("/messages", json={**body, "max_tokens": 50})
+        return counted.json()["input_tokens"], said.json()["usage"]["input_tokens"]
+
+    counted, had = served(chat_of(script), work)
+    assert counted == had > 20
+
+
 def called(call: object) -> list[object]:
     """Messages with a call of a tool."""
     return [*ASKS, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -184,7 +221,7 @@ REFUSED: list[tuple[str, object, int, str]] = [
     ("/chat/completions", b"nonsense", 400, "Invalid JSON"),
     ("/chat/completions", {"messages": []}, 400, "messages"),
     ("/chat/completions", {"messages": ASKS, "n": 2}, 400, "n:"),
-    ("/chat/completions", {"messages": ASKS, "logprobs": True}, 400, "logprobs is not supported"),
+    ("/chat/completions", {"messages": ASKS, "logprobs": True, "top_logprobs": 2}, 400, "top_logprobs is not supported"),
     ("/chat/completions", {"messages": ASKS, "tool_choice": "required"}, 400, "tool_choice"),
     ("/chat/completions", {"messages": ASKS, "response_format": {"type": "json_object"}}, 400, "response_format"),
     ("/chat/completions", {"messages": ASKS, "tools": [{"type": "web_search"}]}, 400, "web_search"),
@@ -219,6 +256,14 @@ REFUSED: list[tuple[str, object, int, str]] = [
     ("/responses", {"input": [{"type": "reasoning"}], "instructions": "Be brief."}, 400, "input"),
     ("/responses", {"input": "x", "text": {"format": "json"}}, 400, "text.format"),
     ("/responses", {"input": "x", "prompt": {"id": "p"}}, 400, "prompt is not supported"),
+    ("/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}, 400, "text.format"),
+    (
+        "/chat/completions",
+        {"messages": ASKS, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        400,
+        "response_format",
+    ),
+    ("/messages/count_tokens", {"messages": []}, 400, "messages"),
     ("/responses", {"input": "x", "tools": [{"type": "custom", "name": "code"}]}, 400, "custom"),
     ("/responses", {"input": [{"type": "function_call", "arguments": "{}"}]}, 400, "the name null"),
     ("/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": ["x"]}]}, 400, "content"),

@@ -34,7 +34,8 @@ class Script:
         text = self.texts[min(at, len(self.texts) - 1)]
         ids = [*self.language.encode_target(text), min(self.language.eos_ids)]
         cut = len(ids) > asked.max_new_tokens
-        return Reply(ids[: asked.max_new_tokens], text, Finish.LENGTH if cut else Finish.STOP)
+        ids = ids[: asked.max_new_tokens]
+        return Reply(ids, text, Finish.LENGTH if cut else Finish.STOP, [-0.5 * at for at in range(len(ids))])
 
     def known(self, key: str) -> Known | None:
         return None
