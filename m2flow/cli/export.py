@@ -139,16 +139,18 @@ def serve_command(
     threads: int | None,
     runs_dir: Path,
 ) -> None:
-    """Serve the trained model of a run to clients of OpenAI's chat completions, with the embedded engine.
+    """Serve the trained model of a run to clients of OpenAI's chat completions and responses, and of Anthropic's messages.
 
-    RUN is a run directory or its name; the newest one by default. Streams, tools, several answers, stop texts, log-probabilities, seeds and
-    JSON schemas are served; what is not is refused by name. Another server, such as vLLM, takes what `m2flow export` writes.
+    RUN is a run directory or its name; the newest one by default. The embedded engine serves streams, tools, several answers, stop texts,
+    log-probabilities, seeds and JSON schemas; what is not served is refused by name. The other two APIs have no seed, and one answer.
+    Another server, such as vLLM, takes what `m2flow export` writes.
 
     \b
     Examples:
       m2flow serve grpo-20260102-030405
       m2flow serve --model ./sorted-digits --port 8001
       OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python my_agent.py
+      ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_API_KEY=none python my_agent.py
     """
     from m2flow.agents.endpoint import serve_chat
     from m2flow.engines.contract import EngineSettings

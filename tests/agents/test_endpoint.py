@@ -37,6 +37,7 @@ TEMPLATE = (
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 2?"}]
 KEY = "a key that nobody can guess"
 LONG = {"model": "tiny", "messages": HELLO, "n": 64, "max_tokens": 200, "logit_bias": {"0": -100}}
+NO_CLIENT = "the package {} is not installed; the extra serve-tests has it"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -324,7 +325,7 @@ def test_tool_calls_are_read_from_whole_answers_alone_and_arguments_go_both_ways
 
 
 def test_the_openai_client_gets_answers_streams_and_errors(served: Served) -> None:
-    openai = pytest.importorskip("openai", reason="the extra serve-tests is not installed")
+    openai = pytest.importorskip("openai", reason=NO_CLIENT.format("openai"))
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=2)
     ask = {"model": "tiny", "messages": HELLO, "seed": 5, "max_tokens": 20}
     whole = client.chat.completions.create(**ask)
@@ -336,6 +337,25 @@ def test_the_openai_client_gets_answers_streams_and_errors(served: Served) -> No
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.001, max_retries=1).chat.completions.create(**ask)
     assert client.chat.completions.create(**ask).choices[0].message.content == whole.choices[0].message.content
+
+
+def test_the_client_of_openai_reads_responses_and_that_of_anthropic_messages(served: Served) -> None:
+    openai = pytest.importorskip("openai", reason=NO_CLIENT.format("openai"))
+    anthropic = pytest.importorskip("anthropic", reason=NO_CLIENT.format("anthropic"))
+    with openai.OpenAI(base_url=served.url, api_key="none") as client:
+        ask = asked_by("responses", temperature=0)
+        whole = client.responses.create(**ask)
+        with client.responses.stream(**ask) as stream:
+            assert "".join(one.delta for one in stream if one.type == "response.output_text.delta") == whole.output_text
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            client.responses.create(**ask, previous_response_id="r")
+    with anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), api_key="none") as other:
+        ask = asked_by("messages", extra_body={"temperature": 0})
+        assert other.messages.create(**ask).content[0].text == whole.output_text
+        with other.messages.stream(**ask) as stream:
+            assert stream.get_final_text() == whole.output_text
+        counted = other.messages.count_tokens(**{name: value for name, value in ask.items() if name != "max_tokens"})
+        assert counted.input_tokens == whole.usage.input_tokens
 
 
 def test_the_command_serves_a_model_until_it_is_interrupted(folder: str, tmp_path: Path) -> None:

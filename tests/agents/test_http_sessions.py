@@ -38,6 +38,7 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]},
     },
 }
+NO_CLIENT = "the package {} is not installed; the extra serve-tests has it"
 ASKS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}]
 
 
@@ -762,7 +763,7 @@ def test_a_failure_in_one_of_an_episodes_conversations_is_raised_where_it_ends_a
 
 
 def test_the_client_of_openai_speaks_with_it_in_both_dialects(language: Language) -> None:
-    openai = pytest.importorskip("openai", reason="serve: the extra serve-tests is not installed")
+    openai = pytest.importorskip("openai", reason=NO_CLIENT.format("openai"))
     script = Script(language, [CALL, "3"])
 
     async def work(server: Endpoint, _: httpx.AsyncClient) -> tuple[str, str, str]:
@@ -790,7 +791,7 @@ def test_the_client_of_openai_speaks_with_it_in_both_dialects(language: Language
 
 
 def test_a_client_of_openai_that_times_out_asks_again_and_takes_one_turn(language: Language) -> None:
-    openai = pytest.importorskip("openai", reason="serve: the extra serve-tests is not installed")
+    openai = pytest.importorskip("openai", reason=NO_CLIENT.format("openai"))
     script = Script(language, ["one"], delay_s=0.8)
 
     async def work(server: Endpoint, _: httpx.AsyncClient) -> str:
@@ -832,7 +833,7 @@ def test_anthropics_messages_are_the_turns_that_openais_are(language: Language) 
 
 
 def test_the_client_of_anthropic_speaks_with_it(language: Language) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="serve: the extra serve-tests is not installed")
+    anthropic = pytest.importorskip("anthropic", reason=NO_CLIENT.format("anthropic"))
     script = Script(language, [CALL, "3"])
 
     async def work(server: Endpoint, _: httpx.AsyncClient) -> tuple[str, str]:
@@ -840,9 +841,41 @@ def test_the_client_of_anthropic_speaks_with_it(language: Language) -> None:
             whole = await client.messages.create(model="m", max_tokens=50, messages=[{"role": "user", "content": "1 + 2?"}])
             async with client.messages.stream(model="m", max_tokens=50, messages=[{"role": "user", "content": "again?"}]) as stream:
                 final = await stream.get_final_message()
+            counted = await client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "1 + 2?"}])
+            assert counted.input_tokens == whole.usage.input_tokens
             return whole.content[-1].text, final.content[-1].text
 
     assert served(chat_of(script), work) == (CALL, CALL)  # Without tools a call is a text.
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("api", ["responses", "chat completions"])
+def test_an_agent_of_openai_agents_runs_its_tools_in_turns_of_the_episode(api: str, is_streamed: bool, language: Language) -> None:
+    openai = pytest.importorskip("openai", reason=NO_CLIENT.format("openai"))
+    agents = pytest.importorskip("agents", reason=NO_CLIENT.format("openai-agents"))
+    script, sums = Script(language, [CALL, "3"]), []
+
+    @agents.function_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        sums.append(a + b)
+        return str(a + b)
+
+    async def work(server: Endpoint, _: httpx.AsyncClient) -> str:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
+            kind = {"responses": agents.OpenAIResponsesModel, "chat completions": agents.OpenAIChatCompletionsModel}[api]
+            theirs = agents.Agent(name="adder", instructions="Be brief.", tools=[add], model=kind(model="m", openai_client=client))
+            how = agents.RunConfig(tracing_disabled=True)
+            if not is_streamed:
+                return str((await agents.Runner.run(theirs, "1 + 2?", run_config=how)).final_output)
+            run = agents.Runner.run_streamed(theirs, "1 + 2?", run_config=how)
+            async for _ in run.stream_events():
+                pass
+            return str(run.final_output)
+
+    assert served(chat_of(script), work) == "3"
+    assert sums == [3]
+    assert [(one.name, one.begins) for one in script.asked] == [("main", True), ("main", False)]
 
 
 # ---- episodes
