@@ -13,6 +13,7 @@ answers are as repeatable as the server's, or as their cache.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -462,8 +463,9 @@ class UnitTests(SampleReward):
     libraries, and writing anywhere but in the working directory; the number of processes; and, where the host has control groups, the sum
     of their memory.
 
-    Not contained: a fault of the kernel in calls that are not refused; and a solution that looks for the test in its own process and cheats
-    on asserts. Ending the process early does not pass a test. Only tests of standard input and output are compared outside the process.
+    Not contained: a fault of the kernel in calls that are not refused. Ending the process early passes no test. Outputs, and what an
+    `assert` compares with a literal by `==`, are compared outside of the code's process, which is not told what is right. Where a test has
+    other asserts (`assert isclose(f(2), 0.5)`, one in a loop), it runs in that process, where a solution that looks for it can cheat.
 
     >>> from types import SimpleNamespace as Row
     >>> right = "```python\\ndef add(a, b):\\n    return a + b\\n```"
@@ -505,8 +507,13 @@ class UnitTests(SampleReward):
         return [functools.partial(self._holds, code, f"{test}\ncheck({entry})" if entry else str(test)) for test in tests]
 
     def _holds(self, code: str, test: str) -> bool:
-        """Whether statements after the code run to their end, which prints a word that the code has not seen before."""
+        """Whether the test's asserts hold after the code: by what it computes, else by a word that the process prints at its end."""
         word = secrets.token_hex(16)
+        if (found := _compared(test, word)) is not None:
+            statements, expected = found
+            told = self._run(f"{code}\n\n{statements}", "") or ""
+            _, _, notes = told.partition(f"{word}\n")
+            return told.count(word) == 1 and notes.startswith("".join(f"{one}\n" for one in (*expected, "end")))
         said = self._run(f"{code}\n\n{test}\n\nimport os as _os\n_os.write(1, {f'{chr(10)}{word}'.encode()!r})\n", "")
         return said is not None and word in said
 
@@ -565,6 +572,81 @@ class ReasoningGym(SampleReward):
         """The answer in a response."""
         matches = re.findall(self.pattern, text)
         return str(matches[-1] if matches else text).strip()
+
+
+def _canonical(value: Any) -> str:
+    """A text that two plain values share exactly where they are equal in Python. It runs in the box, too, from its source alone.
+
+    Raises:
+        TypeError: it is no number, text, None, or collection of such.
+    """
+    from collections.abc import Mapping, Set
+    from numbers import Number
+
+    if value is None or isinstance(value, str | bytes):
+        return ascii(value if value is None else str.__str__(value) if isinstance(value, str) else bytes(value))
+    if isinstance(value, Number):
+        kinds: tuple[Any, ...] = (int, float, complex)
+        for kind in kinds:
+            try:
+                if (same := kind(value)) == value:
+                    return hex(same) if isinstance(same, int) else repr(same)
+            except (OverflowError, ValueError, TypeError):
+                continue
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_canonical(key)}: {_canonical(one)}" for key, one in value.items())) + "}"
+    if isinstance(value, Set):
+        return "{" + ", ".join(sorted(map(_canonical, value))) + "}"
+    if isinstance(value, list | tuple):
+        return ("list(" if isinstance(value, list) else "tuple(") + ", ".join(map(_canonical, value)) + ")"
+    if hasattr(value, "item"):  # A number of numpy's.
+        return _canonical(value.item())
+    raise TypeError(f"a {type(value).__name__} is no plain value")
+
+
+def _compared(test: str, word: str) -> tuple[str, list[str]] | None:
+    """A test whose asserts all compare with literals: statements that print the other sides after a word, and what they should be.
+
+    None: it has other asserts, or none.
+    """
+    try:
+        tree = ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    checks = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "check"]
+    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id == "check"]
+    is_called_once = len(checks) == len(calls) == 1 and not any(isinstance(one, ast.Return | ast.Yield) for one in ast.walk(checks[0]))
+    expected: list[str] = []
+    for at, body in enumerate([tree.body, *([checks[0].body] if is_called_once and not _has_asserts(tree.body) else [])]):
+        for place, statement in enumerate(body):
+            sides = _sides(statement.test) if isinstance(statement, ast.Assert) else None
+            if sides is not None:
+                body[place] = ast.parse(f"_note_{word}({ast.unparse(sides[0])})").body[0]
+                expected.append(sides[1])
+        if at == 0 and expected:
+            break
+    if not expected or any(isinstance(one, ast.Assert) for one in ast.walk(tree)):
+        return None
+    source = inspect.getsource(_canonical)
+    begin = f"import builtins as _b_{word}\n_box_{word} = {{}}\n_b_{word}.exec({source!r}, _box_{word})\n_notes_{word} = []\n"
+    begin += f"def _note_{word}(value):\n    _notes_{word}.append(_box_{word}['_canonical'](value))\n"
+    end = f"import os as _os_{word}\n_os_{word}.write(1, '\\n'.join(['', '{word}', *_notes_{word}, 'end', '']).encode())\n"
+    return f"{begin}\n{ast.unparse(tree)}\n{end}", expected
+
+
+def _has_asserts(body: Sequence[ast.stmt]) -> bool:
+    return any(isinstance(one, ast.Assert) for one in body)
+
+
+def _sides(test: ast.expr) -> tuple[ast.expr, str] | None:
+    """Of `computed == literal`, either way round: the first, and the second's text as `_canonical`. None: it is something else."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+        return None
+    for computed, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            return computed, _canonical(ast.literal_eval(literal))
+    return None
 
 
 def _lines(text: str) -> list[str]:

@@ -521,6 +521,8 @@ class Chat:
     def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """How many tokens a conversation has that begins with this. Nothing is said.
 
+        Args:
+            tools: those that the model is shown.
         Raises:
             MessagesRefused: the chat template refuses it.
         """

@@ -187,6 +187,75 @@ def test_code_that_ends_early_hangs_or_fails_passes_no_test(code: str) -> None:
     assert UnitTests(timeout_s=0.5)(_row(text=code, test="assert add(1, 2) == 3")) == 0
 
 
+FORGERIES = {
+    "reads the test's own constants": """
+import os, sys
+found = [one for one in sys._getframe().f_code.co_consts if isinstance(one, bytes)]
+os.write(1, b"".join(found) or b"?")
+os._exit(0)
+""",
+    "equals everything": """
+class Same(int):
+    __eq__ = __ne__ = lambda self, other: True
+def add(a, b):
+    return Same(7)
+""",
+    "says every number": """
+import os, sys
+word = next(one[6:] for one in sys._getframe().f_code.co_names if one.startswith("_note_"))
+for number in range(64):
+    os.write(1, f"\\n{word}\\n{hex(number)}\\nend\\n".encode())
+os._exit(0)
+""",
+}
+
+
+@in_a_box
+@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"test": "assert add(1, 2) == 3"},
+        {"test": "import math\nassert 3 == add(1, 2), 'a sum'"},
+        {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4", "entry_point": "add"},
+    ],
+    ids=["assert", "after an import", "check"],
+)
+def test_code_in_the_process_of_an_assert_can_not_forge_its_verdict(code: str, columns: dict[str, object]) -> None:
+    assert UnitTests()(_row(text=code, **columns)) == 0
+    assert UnitTests()(_row(text=ADD, **columns)) == 1
+
+
+@in_a_box
+@pytest.mark.parametrize(
+    ("value", "literal", "is_equal"),
+    [
+        ("True", "1", True),
+        ("2.0", "2", True),
+        ("0.1 + 0.2", "0.3", False),
+        ("10 ** 5000", "10", False),
+        ("float('nan')", "0", False),
+        ("{'b': [1, (2,)], 'a': None}", "{'a': None, 'b': [1.0, (2,)]}", True),
+        ("(1, 2)", "[1, 2]", False),
+        ("{3, 1, 2}", "{1, 2, 3}", True),
+        ("frozenset({'x'})", "{'x'}", True),
+        ("{1: 'a', 2: 'b'}.keys()", "{2, 1}", True),
+        ("type('Text', (str,), {})('x')", "'x'", True),
+        ("''", "''", True),
+        ("None", "None", True),
+        ("__import__('collections').Counter('aab')", "{'a': 2, 'b': 1}", True),
+        ("__import__('fractions').Fraction(1, 2)", "0.5", True),
+        ("__import__('decimal').Decimal('0.1')", "0.1", False),
+        ("'a\\nb\\u2028'", "'a\\nb\\u2028'", True),
+        ("b'1'", "'1'", False),
+        ("-1", "-1", True),
+        ("object()", "1", False),
+    ],
+)
+def test_what_an_assert_compares_outside_is_equal_where_python_says_so(value: str, literal: str, is_equal: bool) -> None:
+    assert UnitTests()(_row(text=f"def f():\n    return {value}", test=f"assert f() == {literal}")) == is_equal
+
+
 @in_a_box
 @pytest.mark.parametrize(
     "attack",
