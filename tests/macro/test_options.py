@@ -224,7 +224,7 @@ OTHERS = {
     "Run.spans, Run.policy, Run.tokenizer, Run.compare": "likewise",
     "Run.rescore": "around flows: tests/cli/test_rescore.py",
     "Chat, Chat.say, Chat.reply, Chat.run, Turn, ToolCall, ToolCall.message": "of agents while they run: tests/agents",
-    "Chat.conversation, Chat.beside, Chat.fork": "likewise",
+    "Chat.conversation, Chat.beside, Chat.fork, Chat.num_prompt_tokens, Chat.texts_of": "likewise",
     "EpisodeFailed, EpisodeFailed.add_note, EpisodeFailed.with_traceback": "an exception",
     "endpoint": "of an open episode: tests/agents/test_http_sessions.py",
     "mcp_tools": "needs a server: tests/agents/test_mcp_tools.py",
