@@ -32,6 +32,7 @@ import asyncio
 import contextlib
 import inspect
 import random
+import time
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -143,6 +144,10 @@ class Reply(NamedTuple):
     text: str
     finish: Finish
     logprobs: Sequence[float] = ()
+    num_known: int = 0
+    """Of its tokens those that the record of a repeated episode had."""
+    num_cached: int = 0
+    """Tokens before it that the engine found in its prefix cache, where it says so."""
 
 
 class Asked(NamedTuple):
@@ -171,6 +176,14 @@ class Known(NamedTuple):
     """None: it had begun."""
 
 
+Passed = Callable[[int, str, int, Mapping[str, object]], None]
+"""Takes what passed in an episode and has just ended: the episode, `turn` or `tool`, when that began in ns, attributes of its span."""
+
+
+def not_recorded(*_: object) -> None:
+    """Take what passed, and forget it."""
+
+
 class Link(Protocol):
     """What a chat asks of the process that it runs in."""
 
@@ -191,6 +204,9 @@ class Link(Protocol):
 
     async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None:
         """Note what it gave, likewise."""
+
+    def passed(self, name: str, start_ns: int, about: Mapping[str, object]) -> None:
+        """Take a turn or a tool call that has just ended, for the trace."""
 
 
 @dataclass(frozen=True)
@@ -430,13 +446,30 @@ class Chat:
             raise EpisodeFailed("lost", f"what {found.name} works on was in a worker that was lost")
         if known is None:
             await self._link.began(key, call, has_effects=not is_pure, opens=bool(found.resources))
-        opened = {name: await self._table.resources.get(kind) for name, kind in found.resources}
-        outcome = await found.run(arguments, opened, self._link.threads)
+        outcome = await self._called(found, arguments)
         if known is None or known.outcome is None:
             await self._link.returned(key, outcome, has_effects=not is_pure)
         elif outcome != known.outcome:
             raise EpisodeFailed("diverged", f"the tool {found.name}, which is declared pure, gave another result when it was repeated")
         return outcome
+
+    async def _called(self, found: Tool, arguments: Mapping[str, object]) -> Outcome:
+        """Run a tool, and have it recorded."""
+        began, came = time.monotonic_ns(), "cancelled"
+        runs: list[int] = []
+        try:
+            opened = {name: await self._table.resources.get(kind) for name, kind in found.resources}
+            outcome = await found.run(arguments, opened, self._link.threads, lambda: runs.append(time.monotonic_ns()))
+            came = "error" if outcome.is_error else "ok"
+            return outcome
+        except EpisodeFailed:
+            came = "failed"
+            raise
+        finally:
+            about: dict[str, object] = {"tool": found.name, "outcome": came}
+            if slots := found.slots(self._link.threads):
+                about |= {"slots": slots, "waited_us": ((runs or [time.monotonic_ns()])[0] - began) // 1000}
+            self._link.passed("tool", began, about)
 
     def _defused(self, message: Message) -> Message:
         """A tool's message in which no special token is written; any other one as it is."""
@@ -444,6 +477,19 @@ class Chat:
         if message.get("role") != "tool" or not isinstance(content, str):
             return message
         return {**message, "content": self._conversation.defused(content)}
+
+    def _passed(self, asked: Asked, began: int, reply: Reply | None) -> None:
+        """Have a turn recorded that has ended, unless all of it was on record."""
+        made = 0 if reply is None else len(reply.tokens) - reply.num_known
+        if reply is None or (not made and reply.num_known):
+            return
+        context = len(asked.ids) if asked.begins else len(self._context) + len(asked.ids)
+        about: dict[str, object] = {"turn": self.num_turns + 1, "num_tokens": made, "num_prompt_tokens": context}
+        about |= {"num_new_tokens": len(asked.ids) - (len(self._context) if self._branches_off else 0), "finish": reply.finish.name.lower()}
+        about |= {key: value for key, value in (("conversation", self.name), ("speaker", self.by)) if value not in ("", MAIN)}
+        if reply.num_cached:
+            about["num_cached"] = reply.num_cached
+        self._link.passed("turn", began, about)
 
     def _fault(self, call: ToolCall) -> str:
         known = ", ".join(self._tools) or "none"
@@ -497,8 +543,11 @@ class Chat:
         parent = self._table.parents[self.name] if self._branches_off else ""
         said = conversation.prompt_text or (new if isinstance(new, str) else None)
         asked = Asked(self.name, ids, begins, limit, stop, said if is_first else None, parent, self.by)
+        began = time.monotonic_ns()
         try:
             reply = await self._link.turn(asked) if limit > 0 else None
+            if limit > 0:
+                self._passed(asked, began, reply)
             if reply is None and is_first:
                 raise EpisodeFailed("invalid", f"the first prompt, of {len(ids)} tokens, leaves no room for a response")
         except BaseException as error:

@@ -49,7 +49,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from m2flow.agents.chat import Agent, Asked, Chat, Known, Reply, Resources, Rewards, Table, reward_of
+from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Reply, Resources, Rewards, Table, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
@@ -464,6 +464,9 @@ class _Episode:
     async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None:
         await self._noted(key, {"result": outcome.text, "is_error": outcome.is_error}, has_effects)
 
+    def passed(self, name: str, start_ns: int, about: Mapping[str, object]) -> None:
+        self.host.record(self.id, name, start_ns, about)
+
     async def _noted(self, key: str, what: Mapping[str, object], has_effects: bool) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.host.post(lambda: self.host.note(self, key, what, done, is_urgent=has_effects))
@@ -633,6 +636,8 @@ class Episodes:
         self._num_shown = 0
         self.before_turn: Callable[[TurnPlace], None] | None = None
         """Is called with each turn of this role's episodes before an engine is given it."""
+        self.record: Passed = not_recorded
+        """Is called with each turn and tool call that has ended, on the loop's thread."""
 
     def begin(self, starts: Iterable[EpisodeStart]) -> None:
         """Begin episodes, or go on with stopped ones."""
@@ -689,7 +694,7 @@ class Episodes:
             known, kind = found
             if known.finish is not Finish.ABORT:
                 self._admitted(episode, turn)
-                self._answered(turn, known, kind)
+                self._answered(turn, known, kind, is_known=True)
                 return
             columns = [tuple(column.tolist()) for column in (known.tokens, known.logprobs, known.versions, known.kv_stale)]
             turn.request = replace(
@@ -768,11 +773,14 @@ class Episodes:
         if name in episode.recorded and episode.recorded[name].is_used_up:
             del episode.recorded[name]
 
-    def _answered(self, turn: _Turn, made: Generated, kind: Segment = Segment.GENERATED) -> None:
+    def _answered(self, turn: _Turn, made: Generated, kind: Segment = Segment.GENERATED, *, is_known: bool = False) -> None:
         assert turn.strand is not None
         turn.strand.append_turn(made, kind=kind)
         turn.episode.host._changed.add(turn.episode.id)
-        self._loop.call(_answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist()))
+        had = len(made.tokens) if is_known else len(_request_of(turn).prefix)
+        self._loop.call(
+            _answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist(), had, made.num_cached)
+        )
 
     def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
         """Give up a turn that is not waited for any longer; its tokens so far stay in the episode."""
@@ -847,8 +855,7 @@ class Episodes:
             self._read()
         finished = []
         for made in self._engine.step() if self._engine.num_unfinished else ():
-            turn = self._turns.pop(made.id, None)
-            if turn is None:
+            if (turn := self._turns.pop(made.id, None)) is None:
                 finished.append(made)
                 continue
             turn.episode.waiting = None
@@ -912,8 +919,7 @@ class Episodes:
         turn = None if episode is None else episode.waiting
         if turn is None or turn.strand is None:
             return None
-        place = _place_of(turn)
-        return place._replace(num_sampled=turn.strand.num_sampled + turn.engine._engine.progress().get(packed, 0))
+        return _place_of(turn)._replace(num_sampled=turn.strand.num_sampled + turn.engine._engine.progress().get(packed, 0))
 
     def _own(self, ids: Iterable[int]) -> list[int]:
         """Return the ids of this role's own episodes; those of other roles only speak here."""

@@ -150,9 +150,21 @@ class Tool:
                 return {}, f"wrong argument {name} of {self.name}: {error.errors()[0]['msg']}"
         return found, ""
 
-    async def run(self, arguments: Mapping[str, object], resources: Mapping[str, object], threads: Executor) -> Outcome:
+    def slots(self, threads: Executor) -> int:
+        """How many calls run at once in a process; 0: as many as are asked for."""
+        return 0 if inspect.iscoroutinefunction(self.function) or not isinstance(threads, Threads) else threads.most
+
+    async def run(
+        self,
+        arguments: Mapping[str, object],
+        resources: Mapping[str, object],
+        threads: Executor,
+        begins: Callable[[], object] = lambda: None,
+    ) -> Outcome:
         """Call the function, with these resources of the episode.
 
+        Args:
+            begins: is called when it is its turn, on its thread.
         Raises:
             EpisodeFailed: it failed, and that is the end of the episode.
         """
@@ -161,7 +173,7 @@ class Tool:
         limit = asyncio.timeout(self.timeout_s if is_async else None)  # Of a plain function it begins when a thread does.
         try:
             async with limit:
-                result = await (call() if is_async else self._on_thread(call, limit, threads))
+                result = await (call() if is_async else self._on_thread(call, limit, threads, begins))
                 if inspect.isawaitable(result):
                     result = await result
         except M2FlowError as error:
@@ -176,7 +188,7 @@ class Tool:
             return Outcome(shortened(f"Error: {said}", self.max_chars), is_error=True)
         return Outcome(shortened(result if isinstance(result, str) else _written(result), self.max_chars))
 
-    async def _on_thread(self, call: Callable[[], Any], limit: asyncio.Timeout, threads: Executor) -> Any:
+    async def _on_thread(self, call: Callable[[], Any], limit: asyncio.Timeout, threads: Executor, begins: Callable[[], object]) -> Any:
         loop = asyncio.get_running_loop()
 
         def begin_limit() -> None:
@@ -184,6 +196,7 @@ class Tool:
                 limit.reschedule(None if self.timeout_s is None else loop.time() + self.timeout_s)
 
         def begun() -> Any:
+            begins()
             with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any longer.
                 loop.call_soon_threadsafe(begin_limit)
             return call()
@@ -208,7 +221,7 @@ class Threads(ThreadPoolExecutor):
 
     def __init__(self, most: int, most_given_up: int) -> None:
         super().__init__(most)
-        self._most, self._most_given_up = most, most_given_up
+        self.most, self._most_given_up = most, most_given_up
         self._change = threading.Condition()
         self._waiting: deque[tuple[_Awaited, Callable[[], Any]]] = deque()
         self._num_idle = self._num_threads = self._num_given_up = 0
@@ -245,7 +258,7 @@ class Threads(ThreadPoolExecutor):
     def _have_taken(self) -> None:
         if self._num_idle >= len(self._waiting):
             self._change.notify()
-        elif self._num_threads < self._most:
+        elif self._num_threads < self.most:
             self._num_threads += 1
             threading.Thread(target=self._work, name="tool", daemon=True).start()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,9 @@ from m2flow.cli.main import find_run
 from m2flow.errors import OptionError
 from m2flow.micro.records.accounting import Class, bias_of_run
 from m2flow.micro.records.sample_query import COLUMNS, Conversation, Entry, SampleQuery, export
+from m2flow.observe.spans import with_turns
+from m2flow.observe.store import read_stays
+from m2flow.samples import SampleId
 
 if TYPE_CHECKING:
     from m2flow.runs.opened import Rescored
@@ -81,8 +84,11 @@ def command(
                 click.echo(msgspec.json.encode(entry).decode())
             return
         found = query.count(where)
-        for entry in query.entries(where, order=order, limit=limit):
-            click.echo("\n".join(_shown(entry, has_life=has_life)) + "\n")
+        entries = list(query.entries(where, order=order, limit=limit))
+        stays = read_stays(run_dir, {_packed(entry) for entry in entries}) if has_life else {}
+        for entry in entries:
+            life = with_turns(entry.life, stays.get(_packed(entry), [])) if has_life else []
+            click.echo("\n".join(_shown(entry, life)) + "\n")
         click.echo(f"{min(found, limit):,} of {found:,} samples" + (f" where {where}" if where else "") + f" of {run_dir}")
 
 
@@ -102,14 +108,19 @@ def _lengths(bias: Mapping[str, Class], *, as_json: bool) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *[c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]]).rstrip() for row in rows]
 
 
-def _shown(entry: Entry, *, has_life: bool) -> list[str]:
+def _shown(entry: Entry, life: Sequence[str]) -> list[str]:
     reward = "no reward" if entry.reward is None else f"reward {entry.reward:g}"
     head = f"{entry.sample}  step {entry.step}, {entry.response_tokens} tokens ({entry.finish}), {reward}, {entry.ending}"
     said = [f"  prompt:   {_one_line(entry.prompt_text)}", f"  response: {_one_line(entry.response_text)}"]
     lines = [head, *([line for one in entry.conversations for line in _spoken(one)] or said)]
     lines += [f"  {name}: {_one_line(str(value))[:_LONGEST]}" for name, value in entry.columns.items()]
     lines += [f"  {by}: {entry.rewards[by]:g}, of {_parts(of)}" for by, of in entry.parts.items()]
-    return lines + [f"  - {event}" for event in entry.life] if has_life else lines
+    return lines + [f"  - {event}" for event in life]
+
+
+def _packed(entry: Entry) -> int:
+    call, prompt, member = map(int, entry.sample.split("/"))
+    return SampleId(call, prompt, member).pack()
 
 
 def _spoken(one: Conversation) -> list[str]:

@@ -516,6 +516,8 @@ class Generated:
     """Column -> what an episode adds to its row."""
     sampling_mask: npt.NDArray[np.int32] | None = None
     """With `sampling.sampling_mask`: what each token was drawn from (`m2flow.samples.packed_masks`), and `logprobs` are among those."""
+    num_cached: int = 0
+    """Tokens of its prompt and prefix that were found in the engine's prefix cache; 0 also if it does not say."""
 
     @property
     def num_sampled(self) -> int:

@@ -31,7 +31,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from m2flow.observe.spans import Attribute, Count, Span, SpanName, sample_of, samples_of
+from m2flow.observe.spans import OF_EPISODES, Attribute, Count, Span, SpanName, sample_of, samples_of, shown_name
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric, MetricsData
@@ -220,6 +220,12 @@ class OtelSpans:
             yield _readable(span.name, context, parent, resource, attributes, span.start_ns, span.end_ns, status, links)
             yield from self._queued(span, root, own, resource)
             return
+        if self._has_samples and span.name in OF_EPISODES and sample is not None:
+            root = self.context_of(sample)
+            if self._is_kept(root):
+                context = _context(root.trace_id, span_id(own))
+                yield _readable(shown_name(span), context, root, resource, attributes, span.start_ns, span.end_ns, status, [])
+            return
         context = _context(self.root.trace_id, span_id(own))
         touched = samples_of(span) if self._has_samples else ()
         roots = [root for sample in touched if self._is_kept(root := self.context_of(sample))]
@@ -300,6 +306,10 @@ def attributes_of(span: Span) -> dict[str, Attribute]:
     is_sample, is_sent = span.name == SpanName.SAMPLE, span.name == SpanName.SEND
     if is_sample:
         found |= {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "m2flow", "gen_ai.output.type": "text"}
+    if span.name == SpanName.TURN:
+        found |= {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "m2flow"}
+    if span.name == SpanName.TOOL:
+        found |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": span.attributes.get("tool", "")}
     if is_sent:
         found |= {"messaging.system": "m2flow", "messaging.operation.type": "send"}
     for name, value in span.attributes.items():
@@ -308,9 +318,9 @@ def attributes_of(span: Span) -> dict[str, Attribute]:
         site = _SITE.fullmatch(value) if name == "flow_line" and isinstance(value, str) else None
         if site:
             found |= {"code.file.path": site[1], "code.line.number": int(site[2])}
-        elif is_sample and name == "finish":
+        elif (is_sample or span.name == SpanName.TURN) and name == "finish":
             found["gen_ai.response.finish_reasons"] = [value] if not isinstance(value, list) else value
-        elif name == "error" or (is_sample and name in _PLAIN_NAMES):
+        elif name == "error" or ((is_sample or span.name == SpanName.TURN) and name in _PLAIN_NAMES):
             found[_PLAIN_NAMES[name]] = value
         elif is_sent and name in _SENT:
             found[_SENT[name]] = value

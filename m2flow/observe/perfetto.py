@@ -4,8 +4,9 @@
                                --> FILE.json, .json.gz       the Trace Event Format (`write_json`), for both viewers
 
 Both formats show the same (`TraceLayout`): a group of tracks for each worker, named with its devices; in it a track for each engine with
-a slice for each span; samples as asynchronous slices; counters; an instant for each version of the weights; and for each sample arrows
-from its generation to the reward, to the micro-batch that trained on it, and to the optimiser step that the micro-batch went into.
+a slice for each span; samples as asynchronous slices, with the turns and tool calls of episodes in them; counters; an instant for each
+version of the weights; and for each sample arrows from its generation to the reward, to the micro-batch that trained on it, and to the
+optimiser step that the micro-batch went into.
 
 Slices of a thread must nest: spans of one engine that overlap without nesting (two threads recorded them) go to further threads. A
 sample's arrows lead from its last `sample` span to each function call and micro-batch that names it in its `samples`, in order of their
@@ -38,7 +39,7 @@ from typing import IO, Any, Literal, NamedTuple, cast, final
 
 import msgspec
 
-from m2flow.observe.spans import Span, SpanName, sample_of, samples_of
+from m2flow.observe.spans import OF_EPISODES, Span, SpanName, sample_of, samples_of, shown_name
 from m2flow.observe.store import Trace, read_trace
 from m2flow.samples import SampleId
 
@@ -79,7 +80,11 @@ class TraceLayout:
         self.pids = {**({STEPS: 1} if steps else {}), **{worker: pid for pid, worker in enumerate(self.workers, start=2)}}
         self.titles = {worker: f"{worker} ({devices[worker]})" if devices.get(worker) else worker for worker in self.pids}
         self.sample_spans = [span for span in trace.spans if span.name == SpanName.SAMPLE]
-        others = (span for span in trace.spans if span.name != SpanName.SAMPLE)
+        self._parts: defaultdict[tuple[str, int | None], list[Span]] = defaultdict(list)
+        for span in trace.spans:
+            if span.name in OF_EPISODES:
+                self._parts[span.lane[0], sample_of(span)].append(span)
+        others = (span for span in trace.spans if span.name != SpanName.SAMPLE and span.name not in OF_EPISODES)
         self.threads: dict[tuple[int, int], str] = {}
         """The name of each thread, by pid and tid: its engine, with the role where a worker has several engines of that kind."""
         self.slices = [*self._threads(steps), *self._threads(others)]
@@ -94,6 +99,16 @@ class TraceLayout:
     @property
     def num_arrows(self) -> int:
         return sum(len(chain.then) for chain in self.arrows)
+
+    def parts_of(self, stay: Span) -> Iterator[tuple[int, Span]]:
+        """The turns and tool calls in a `sample` span, cut at its ends, with the row of each: those of a row follow each other."""
+        ends: list[int] = []
+        for span in self._parts.get((stay.lane[0], sample_of(stay)), ()):
+            start, end = max(span.start_ns, stay.start_ns), min(span.end_ns, stay.end_ns)
+            if start < end:
+                row = next((at for at, last in enumerate(ends) if last <= start), len(ends))
+                ends[row:] = [end, *ends[row + 1 :]]
+                yield row, Span(span.track, span.name, start, end, span.attributes)
 
     def _threads(self, spans: Iterable[Span]) -> Iterator[Slice]:
         """Give every span a thread of its worker, so that the spans of a thread nest; `tid` is 10,000 x engine + overflow."""
@@ -230,6 +245,10 @@ def _events(layout: TraceLayout, other: dict[str, object]) -> Iterator[Event]:
         # One name for all, so that viewers pack them; an id for each, so that a sample that ran twice is two slices.
         head = {"name": "sample", "cat": "sample", "id": hex(number), "pid": layout.pids[span.lane[0]], "tid": 0}
         yield {"ph": "b", **head, "ts": microseconds(span.start_ns), "args": span_args(span)}
+        for row, part in layout.parts_of(span):  # Of one id they nest, so calls side by side have another.
+            named = {**head, "name": shown_name(part), "id": f"{hex(number)}.{row}" if row else hex(number)}
+            yield {"ph": "b", **named, "ts": microseconds(part.start_ns), "args": span_args(part)}
+            yield {"ph": "e", **named, "ts": microseconds(part.end_ns)}
         yield {"ph": "e", **head, "ts": microseconds(span.end_ns)}
     for count in layout.trace.counts:
         if math.isfinite(count.value):
@@ -426,6 +445,11 @@ def _add_samples(packets: _Packets, layout: TraceLayout, workers: Mapping[int, i
         event = _begin(packets, layout, span, track)
         if id(span) in begun:
             event.flow_ids.append(begun[id(span)])
+        for beside, part in layout.parts_of(span):
+            key = ("sample_span", pid, row) if not beside else ("beside", pid, row, beside)
+            of_part = packets.track(*key, name="samples", parent=workers[pid])
+            _begin(packets, layout, part, of_part)
+            packets.event("SLICE_END", part.end_ns - layout.origin_ns, of_part)
         packets.event("SLICE_END", span.end_ns - layout.origin_ns, track)
 
 
@@ -451,7 +475,7 @@ def _key(piece: Slice) -> _Key:
 def _begin(packets: _Packets, layout: TraceLayout, span: Span, track: int) -> Any:
     """Add the beginning of a span, with its attributes that are one number or one text; lists of samples are shown as arrows."""
     event = packets.event("SLICE_BEGIN", span.start_ns - layout.origin_ns, track)
-    packets.name(event, span.name, span.name)
+    packets.name(event, shown_name(span), span.name)
     for key, value in span_args(span).items():
         if not isinstance(value, bool | int | float | str):
             continue

@@ -20,6 +20,14 @@ Attributes that viewers understand:
                  of the weights, where there were several, and how many tokens each made
     num_prompt_tokens
                  of its prompt
+    turn, conversation, speaker
+                 of a `turn` span: its number in its conversation, from 1; and this, and who speaks, where an episode has several
+    num_new_tokens, num_cached
+                 of a `turn` span: tokens of its prompt that the turn before it did not have, and those that the engine found in its
+                 prefix cache, where it says so
+    tool, outcome
+                 of a `tool` span: its name, and `ok`, `error` (the model was told), `failed` (the end of the episode) or `cancelled`
+    slots        of a `tool` span: how many such calls run at once in a process, where that is limited; before it ran it `waited_us`
     samples      the samples that the work was done on: packed identities, or a `range` of them
     unit_us      microseconds of each unit that a function was called on, in the order of their ends
     rewards      of a `function.call` span of a reward: what each of the samples got
@@ -122,12 +130,18 @@ class SpanName(enum.StrEnum):
     """Sending a parcel, including the time blocked by backpressure of the peer. Not work."""
     WAIT = "wait"
     """Nothing to do, or blocked on a peer. Not work."""
+    TURN = "turn"
+    """A turn of an episode, from when its agent asks for it to the answer. Not work: the decode steps are."""
+    TOOL = "tool"
+    """A call of a tool in an episode. Not work of a device."""
 
 
-IDLE_NAMES = frozenset({SpanName.SAMPLE, SpanName.DRAIN, SpanName.SEND, SpanName.WAIT})
+OF_EPISODES = frozenset({SpanName.TURN, SpanName.TOOL})
+"""Names of the parts of a `sample` span, of a sample that is an episode."""
+IDLE_NAMES = frozenset({SpanName.SAMPLE, SpanName.DRAIN, SpanName.SEND, SpanName.WAIT}) | OF_EPISODES
 """Names whose spans do not make a lane busy."""
 
-_ENGINES = {"rollout": "rollout", "sample": "rollout", "function": "function", "train": "train"}
+_ENGINES = {"rollout": "rollout", "sample": "rollout", "turn": "rollout", "tool": "rollout", "function": "function", "train": "train"}
 _ENGINES_BY_NAME = {SpanName.WEIGHTS_PUBLISH: "train", SpanName.WEIGHTS_LOAD: "rollout"}
 
 
@@ -214,6 +228,53 @@ def samples_of(span: Span) -> Sequence[int]:
     if isinstance(samples, str) and (found := re.fullmatch(r"(\d+):(\d+):(\d+)", samples)) and int(found[3]):
         return range(int(found[1]), int(found[2]), int(found[3]))
     return ()
+
+
+def shown_name(span: Span) -> str:
+    """A span's name as it is shown.
+
+    >>> shown_name(Span("rollout-0", "tool", 0, 9, {"tool": "search"})), shown_name(Span("rollout-0", "turn", 0, 9, {"turn": 2}))
+    ('tool search', 'turn 2')
+    """
+    attributes = span.attributes
+    if span.name == SpanName.TOOL:
+        return f"tool {attributes.get('tool', '')}".rstrip()
+    if span.name == SpanName.TURN:
+        parts = [attributes[key] for key in ("conversation", "speaker") if key in attributes]
+        return f"turn {attributes.get('turn', '')}" + (f" of {', by '.join(map(str, parts))}" if parts else "")
+    return span.name
+
+
+def turns_told(stays: Sequence[Span]) -> list[str]:
+    """A line for each turn and each tool call of an episode.
+
+    Args:
+        stays: its `sample`, `turn` and `tool` spans, in order of start.
+    """
+    return [
+        f"{shown_name(span)}: {_what(span)}, {span.duration_s:.3g} s from {(span.start_ns - stays[0].start_ns) / 1e9:.3g} s on"
+        for span in stays
+        if span.name in OF_EPISODES
+    ]
+
+
+def with_turns(life: Sequence[str], stays: Sequence[Span]) -> list[str]:
+    """A sample's events with those of its turns, which come before the end of its generation. Arguments as of `turns_told`."""
+    at = next((at for at, event in enumerate(life) if event.startswith("generated: ")), len(life))
+    return [*life[:at], *turns_told(stays), *life[at:]]
+
+
+def _what(span: Span) -> str:
+    if span.name == SpanName.TOOL:
+        waited = span.attributes.get("waited_us")
+        late = f" after {waited / 1e6:.3g} s for a slot" if isinstance(waited, int) and waited > _WORTH_TELLING_US else ""
+        return f"{span.attributes.get('outcome', 'ok')}{late}"
+    of = {key: span.attributes.get(key, 0) for key in ("num_tokens", "num_prompt_tokens", "num_cached")}
+    cached = f", {of['num_cached']} of them cached" if of["num_cached"] else ""
+    return f"{of['num_tokens']} tokens after {of['num_prompt_tokens']}{cached}, ended by {span.attributes.get('finish', '')}"
+
+
+_WORTH_TELLING_US = 50_000
 
 
 def plain_attributes(attributes: Mapping[str, object]) -> dict[str, Attribute]:

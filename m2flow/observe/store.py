@@ -21,7 +21,7 @@ import struct
 import zlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, final
@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from m2flow.errors import InternalError
 from m2flow.observe.otel import OtelSpans
-from m2flow.observe.spans import Count, Span, SpanBlock, SpanName, counts_of, sample_of, samples_of, spans_of
+from m2flow.observe.spans import OF_EPISODES, Count, Span, SpanBlock, SpanName, counts_of, sample_of, samples_of, spans_of
 
 _span_block_decoder = msgspec.msgpack.Decoder(SpanBlock)
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 _HEADER = struct.Struct("<II")
-_THINNED_FIRST = (SpanName.ROLLOUT_STEP, SpanName.SAMPLE)
+_THINNED_FIRST = (SpanName.ROLLOUT_STEP, SpanName.SAMPLE, *OF_EPISODES)
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,20 @@ def read_trace(run_dir: str | Path, *, last_bytes: int | None = None) -> Trace:
 def read_spans(run_dir: str | Path, *, last_bytes: int | None = None) -> list[Span]:
     """Read the spans of a run, in order of start; see `read_trace`."""
     return read_trace(run_dir, last_bytes=last_bytes).spans
+
+
+def read_stays(run_dir: str | Path, ids: Collection[int]) -> dict[int, list[Span]]:
+    """Read the `sample`, `turn` and `tool` spans of these samples, in order of start; samples without any are left out."""
+    path, found = spans_path(run_dir), dict[int, list[Span]]()
+    for payload in _payloads(path.read_bytes()) if path.exists() and ids else ():
+        block = _span_block_decoder.decode(payload)
+        mine = [one for one in block.spans if one[0] in _STAYS and one[3].get("sample") in ids]
+        for span in spans_of(msgspec.structs.replace(block, spans=mine)):
+            found.setdefault(int(str(span.attributes["sample"])), []).append(span)
+    return {packed: sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)) for packed, spans in found.items()}
+
+
+_STAYS = frozenset({SpanName.SAMPLE}) | OF_EPISODES
 
 
 def _skip(file: BinaryIO, num_bytes: int) -> None:

@@ -60,6 +60,7 @@ from m2flow.viewer.run_trace import (
     SWITCH,
     SYNC,
     TRAIN,
+    TURN,
     WAIT,
     Device,
     IdleTime,
@@ -171,7 +172,7 @@ class CriticalPath:
         self._trace = trace
         self._start, self._end = columns["start"], columns["end"]
         worker = columns["worker"]
-        is_work = ~np.isin(trace.group, (SAMPLE, WAIT))
+        is_work = ~np.isin(trace.group, (SAMPLE, WAIT, TURN))
         self._by_worker: dict[int, IntArray] = {}
         for at in np.unique(worker).tolist():
             name = columns.workers.texts[at]
@@ -837,7 +838,7 @@ def _overlap(intervals: tuple[IntArray, IntArray], start: int, end: int) -> floa
 def _setup(trace: RunTrace, until: int) -> list[PathShare]:
     """Return the seconds in which each kind of work was done before a moment."""
     start, end = trace.columns["start"], trace.columns["end"]
-    early = (start < until) & ~np.isin(trace.group, (SAMPLE, WAIT))
+    early = (start < until) & ~np.isin(trace.group, (SAMPLE, WAIT, TURN))
     whole_s, found = (until - trace.start) / 1e9, []
     for at in np.unique(trace.kind[early]).tolist():
         mine = early & (trace.kind == at)

@@ -144,9 +144,9 @@ _WRITES_WEIGHTS = re.compile(r"writes \S+\.weights@")
 
 IntArray = npt.NDArray[np.int64]
 
-GROUPS = ("rollout", "train", "function", "other", "sync", "switch", "wait", "life")
+GROUPS = ("rollout", "train", "function", "other", "sync", "switch", "wait", "life", "turn")
 """The groups of spans: kinds of engines that work, and what is no engine's work."""
-ROLLOUT, TRAIN, FUNCTION, OTHER, SYNC, SWITCH, WAIT, SAMPLE = range(len(GROUPS))
+ROLLOUT, TRAIN, FUNCTION, OTHER, SYNC, SWITCH, WAIT, SAMPLE, TURN = range(len(GROUPS))
 _BY_NAME = {
     SpanName.WEIGHTS_PUBLISH: SYNC,
     SpanName.WEIGHTS_LOAD: SYNC,
@@ -157,6 +157,8 @@ _BY_NAME = {
     SpanName.SEND: WAIT,
     SpanName.WAIT: WAIT,
     SpanName.SAMPLE: SAMPLE,
+    SpanName.TURN: TURN,
+    SpanName.TOOL: TURN,
 }
 _UPKEEP = (SpanName.TRAIN_SAVE, SpanName.TRAIN_PROBE, SpanName.ROLLOUT_PROBE)
 """Work that no line of the flow calls for."""

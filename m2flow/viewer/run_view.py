@@ -46,7 +46,18 @@ from m2flow.viewer.comparison import (
 )
 from m2flow.viewer.health import Alert, Health, State, alerts_of, health_of, log_text, state_of
 from m2flow.viewer.run_trace import CAUSES, FUNCTION, SAMPLE, TRAIN, KnownCall, RunTrace, evaluation_calls
-from m2flow.viewer.sample_pages import Columns, GroupPage, SamplePage, Wanted, group_page, packed_ids, sample_page, samples_table, selected
+from m2flow.viewer.sample_pages import (
+    Columns,
+    GroupPage,
+    SamplePage,
+    Wanted,
+    group_page,
+    packed_ids,
+    sample_page,
+    samples_table,
+    selected,
+    with_stays,
+)
 from m2flow.viewer.schedule import Lane, LaneWindow, Marks, Schedule
 from m2flow.viewer.suggestions import Suggestions
 
@@ -418,7 +429,9 @@ class RunView:
 
     def sample(self, call: int, prompt: int, member: int) -> SamplePage:
         """Raises SpecError: there is no such sample."""
-        return sample_page(self.run_dir, call, prompt, member)
+        page = sample_page(self.run_dir, call, prompt, member)
+        with self._fresh():
+            return with_stays(page, self._trace)
 
     def group(self, call: int, prompt: int) -> GroupPage:
         """Raises SpecError: there is no such group."""

@@ -24,9 +24,9 @@ import numpy.typing as npt
 from m2flow.errors import InternalError, SpecError
 from m2flow.micro.records.ledger import ENDINGS
 from m2flow.micro.records.sample_query import Conversation, Entry, SampleQuery
-from m2flow.observe.spans import SpanName
+from m2flow.observe.spans import OF_EPISODES, SpanName, shown_name, with_turns
 from m2flow.samples import Batch, Finish, SampleId, Segment, expanded_experts, group_indices, prompt_positions, records_of
-from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, RunTrace, evaluation_calls
+from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, TURN, RunTrace, evaluation_calls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -404,6 +404,19 @@ class Block(msgspec.Struct):
 
 
 @final
+class Passed(msgspec.Struct):
+    """A turn or a tool call of an episode, on its time line."""
+
+    name: str
+    is_tool: bool
+    start: int
+    """Microseconds since the episode began."""
+    duration: int
+    about: dict[str, object]
+    """Attributes of its span."""
+
+
+@final
 class SamplePage(msgspec.Struct):
     """One sample with its texts, tokens, rewards and events. Lists of tokens have one entry a token."""
 
@@ -442,6 +455,10 @@ class SamplePage(msgspec.Struct):
     """Conversations of an episode with several; otherwise empty."""
     blocks: list[Block]
     """Blocks of an episode with several turns or conversations; otherwise empty."""
+    passed: list[Passed] = []
+    """Of an episode: its turns and tool calls in order of their beginnings, as far as they are recorded."""
+    took: int = 0
+    """Microseconds from its beginning to its end."""
 
 
 def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePage:
@@ -459,6 +476,29 @@ def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePag
         raise SpecError(
             f"there is no sample {call}/{prompt}/{member} in {run_dir.name}", now="`m2flow samples RUN` lists those that there are."
         )
+    return page
+
+
+def with_stays(page: SamplePage, trace: RunTrace) -> SamplePage:
+    """Add the turns and tool calls of an episode from the trace."""
+    columns, packed = trace.columns, SampleId(page.call, page.prompt, page.member).pack()
+    mine = np.flatnonzero((columns["sample"] == packed) & np.isin(trace.group, (SAMPLE, TURN))).tolist() if columns.num_spans else []
+    stays = sorted((columns.span(at) for at in mine), key=lambda span: (span.start_ns, -span.end_ns))
+    if not any(span.name in OF_EPISODES for span in stays):
+        return page
+    begin, end = stays[0].start_ns, max(span.end_ns for span in stays)
+    page.passed = [
+        Passed(
+            shown_name(span),
+            span.name == SpanName.TOOL,
+            (span.start_ns - begin) // 1000,
+            (span.end_ns - span.start_ns) // 1000,
+            {name: value for name, value in span.attributes.items() if name not in ("sample", "call", "tool", "turn")},
+        )
+        for span in stays
+        if span.name in OF_EPISODES
+    ]
+    page.took, page.life = (end - begin) // 1000, with_turns(page.life, stays)
     return page
 
 

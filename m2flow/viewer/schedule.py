@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.samples import group_indices, prompt_positions
-from m2flow.viewer.run_trace import FUNCTION, ROLLOUT, SAMPLE, TRAIN, WAIT, IdleTime, RunTrace, idle_of
+from m2flow.viewer.run_trace import FUNCTION, ROLLOUT, SAMPLE, TRAIN, TURN, WAIT, IdleTime, RunTrace, idle_of
 
 IntArray = npt.NDArray[np.int64]
 
@@ -241,7 +241,9 @@ class Schedule:
             self._generation = columns.generation
             self._forget()
         new = np.arange(self._laid, columns.num_spans)
-        part = np.where(trace.group == SAMPLE, 2, np.where(trace.group == WAIT, 1, 0))
+        part = np.select(
+            [trace.group == SAMPLE, trace.group == WAIT, trace.group == TURN], [2, 1, len(PARTS)], 0
+        )  # Turns are parts of samples.
         worker = columns["worker"]
         start, end = columns["start"], columns["end"]
         for lane in np.unique(worker[new]).tolist():

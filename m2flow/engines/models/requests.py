@@ -226,6 +226,8 @@ class Job:
     constraint: Constraint | None = None
     masks: Masks | None = None
     """What each of its tokens was drawn from; None: nobody asks."""
+    num_cached: int = 0
+    """As `m2flow.engines.contract.Generated` has it."""
 
     @property
     def reserved_length(self) -> int:
@@ -366,4 +368,5 @@ def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
         routed_experts=job.routed_experts,
         prompt_text=job.prompt_text,
         sampling_mask=None if job.masks is None else packed_masks(job.masks),
+        num_cached=job.num_cached,
     )

@@ -24,6 +24,7 @@ import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -523,7 +524,7 @@ class ServedRollout(RolloutEngine):
         finish = Finish.STOP if one.is_stopped else finish
         if finish is None or (finish is Finish.ABORT and heard.rid not in self._requests.aborting):
             raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
-        self._requests.end(heard.rid, self._extended(one, heard), finish)
+        self._requests.end(heard.rid, replace(self._extended(one, heard), num_cached=heard.num_cached), finish)
 
     def _stop(self, rid: str, one: Running) -> None:
         """End a request whose last token has completed a stop text, which the server need not know."""

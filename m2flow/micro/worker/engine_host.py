@@ -392,7 +392,14 @@ class EngineHost:
             self._agents = self._agents or EventLoop()
             engine = self._rollout[role] if role in self._rollout else self._speaker_elsewhere(role)
             self._episodes[role] = Episodes(engine, self._agents, self._episodes)
+            self._episodes[role].record = self._passed
         return self._episodes[role]
+
+    def _passed(self, packed: int, name: str, start_ns: int, about: Mapping[str, object]) -> None:
+        """Record a turn or a tool call of an episode, which ends now, on the thread of agents."""
+        growing = self._inflight.get(packed)
+        if growing is not None:
+            self._sample_spans.part(growing.call.ordinal, packed, name, start_ns, about)
 
     # Speakers in other processes, and turns of others' episodes
 

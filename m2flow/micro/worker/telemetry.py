@@ -1,6 +1,7 @@
 """Record a worker's samples and channels: a span for each stay of a sample in an engine, and counters of what went over each channel.
 
     admitted, first token seen --SampleSpans.ended--> span `sample`: waited_us, first_us, had, versions, num_tokens, finish
+    an episode's agent         --SampleSpans.part---> spans `turn`, `tool`
     Outbox.statistics --ChannelCounts.record--> counters "channel to NAME: samples" --channels_of--> the run's summary
 
 A sample that was stopped here and resumed elsewhere has a span in both places; the second says with how many tokens it came (`had`). With
@@ -69,6 +70,11 @@ class SampleSpans:
         self._ended(
             call, generated.id, start_ns, end_ns, generated.num_sampled, version, generated.finish.name.lower(), had, waited_us, about
         )
+
+    def part(self, call: int, packed: int, name: str, start_ns: int, about: Mapping[str, object]) -> None:
+        """Record a turn or a tool call of an episode, which ends now. Any thread may call this."""
+        if self._is_kept(packed):
+            self._recorder.add(name, start_ns, now_ns(), call=call, sample=packed, **about)
 
     def given_up(self, call: int, packed: int, start_ns: int, num_tokens: int, version: int, *, had: int, waited_us: int) -> None:
         """Record a sample that leaves the engine and is not resumed."""

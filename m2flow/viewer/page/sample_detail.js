@@ -29,8 +29,28 @@ export function sampleDetail(page, { row, data, onclose, schedule, group }) {
       page.num_left_out ? el("p", { class: "quiet" }, `${count(page.num_left_out)} more tokens are not shown.`) : null,
       page.has_texts ? null : el("p", { class: "quiet" }, "Tokens are shown as numbers until the run has a checkpoint with its tokenizer."),
       page.has_texts ? null : [el("h3", {}, "Prompt"), el("div", { class: "tokens" }, page.prompt_text), el("h3", {}, "Response"), el("div", { class: "tokens" }, page.response_text)]),
+    page.passed.length ? el("section", {}, el("h2", {}, "Time line"), timeLine(page)) : null,
     el("section", {}, el("h2", {}, "Rewards"), rewardsOf(page)),
     el("section", {}, el("h2", {}, "Life"), el("ol", { class: "life" }, page.life.map((event) => el("li", {}, event)))),
+  ];
+}
+
+/** The turns and tool calls of an episode by time, each in a line of its own, and what of their prompts the engine's cache had. */
+function timeLine(page) {
+  const turns = page.passed.filter((one) => !one.is_tool);
+  const [prompt, cached] = ["num_prompt_tokens", "num_cached"].map((key) => turns.reduce((sum, one) => sum + (one.about[key] ?? 0), 0));
+  const share = (of) => `${((of / Math.max(page.took, 1)) * 100).toFixed(3)}%`;
+  const told = (one) => one.is_tool ? one.about.outcome : `${count(one.about.num_tokens)} tokens`;
+  return [
+    el("ol", { class: "passed", "aria-label": "Turns and tool calls by time" }, page.passed.map((one) => {
+      const bar = el("i", { class: one.is_tool ? "bar tool" : "bar" });
+      bar.style.marginLeft = share(one.start);
+      bar.style.width = share(one.duration);
+      const facts_ = [["from", micros(one.start)], ["for", micros(one.duration)], ...Object.entries(one.about)];
+      return el("li", { onpointermove: (event) => showTip(event, el("b", {}, one.name), facts(facts_)), onpointerleave: hideTip },
+        el("span", {}, one.name), el("span", { class: "track" }, bar), el("span", { class: "quiet" }, `${told(one)}, ${micros(one.duration)}`));
+    })),
+    cached ? el("p", { class: "quiet" }, `${Math.round((cached / prompt) * 100)}% of the tokens before its turns were found in the engine's prefix cache.`) : null,
   ];
 }
 

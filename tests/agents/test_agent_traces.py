@@ -1,0 +1,172 @@
+"""The turns and tool calls of episodes in a run's trace, and what they tell: life of a sample, export, idle time, bounds, suggestions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fake_clusters import FAKES
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2
+
+from m2flow import AdamW, Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
+from m2flow.cli.main import cli
+from m2flow.micro.records.sample_query import SampleQuery
+from m2flow.observe.perfetto import write_trace
+from m2flow.observe.spans import Span
+from m2flow.observe.store import read_spans
+from m2flow.runner.run import Run
+from m2flow.samples import SampleId
+from m2flow.spec import RunSettings
+from m2flow.viewer.run_trace import RunTrace
+from m2flow.viewer.sample_pages import sample_page, with_stays
+
+WAIT_S = 0.3
+
+
+@tool(replay="pure")
+async def look(text: str) -> str:
+    """Look something up, which takes a while."""
+    await asyncio.sleep(WAIT_S)
+    return text[::-1]
+
+
+@tool(replay="pure")
+def count(text: str) -> str:
+    """Count, on a thread."""
+    if not text:
+        raise ValueError("nothing to count")
+    time.sleep(0.01)
+    return str(len(text))
+
+
+@agent
+async def looker(chat: Chat, row: Sample) -> float:
+    turn = await chat.say(str(row.prompt), tools=[look, count], max_tokens=6)
+    turn = await chat.reply([ToolCall("look", {"text": "abc"}), ToolCall("look", {"text": "abcd"})], max_tokens=6)
+    turn = await chat.reply([ToolCall("count", {"text": "" if int(str(row.prompt)[:-1]) % 2 else "ab"})], max_tokens=6)
+    return float(len(turn.text))
+
+
+@flow
+def looking(num_steps: int = 4) -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    rows = Dataset([{"prompt": f"{i}?"} for i in range(32)])
+    for _ in steps(num_steps):
+        episodes = policy.rollout(looker, rows.take(4), n=2, max_tokens=200)
+        policy.update(episodes, episodes.reward)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    return Path(Run(looking, {}, FAKES, RunSettings(runs_dir=str(place))).execute().run_dir)
+
+
+def packets_in(path: Path) -> Iterator[Any]:
+    for outer in perfetto_trace_pb2.Trace.FromString(path.read_bytes()).packet:
+        if outer.compressed_packets:
+            yield from perfetto_trace_pb2.Trace.FromString(zlib.decompress(outer.compressed_packets)).packet
+
+
+def parts_of(run_dir: Path, sample: int) -> list[Span]:
+    return [span for span in read_spans(run_dir) if span.name in ("turn", "tool") and span.attributes["sample"] == sample]
+
+
+def first_of(run_dir: Path) -> int:
+    """An episode whose last tool call is an error."""
+    return next(int(str(span.attributes["sample"])) for span in read_spans(run_dir) if span.attributes.get("outcome") == "error")
+
+
+def test_each_turn_and_each_tool_call_of_an_episode_is_a_span(run_dir: Path) -> None:
+    spans = parts_of(run_dir, first_of(run_dir))
+    assert sorted(span.name for span in spans) == ["tool"] * 3 + ["turn"] * 3
+    turns = [span for span in spans if span.name == "turn"]
+    assert [span.attributes["turn"] for span in turns] == [1, 2, 3]
+    with SampleQuery(run_dir) as query:
+        (entry,) = query.entries(f"id = {first_of(run_dir)}")
+    assert sum(int(str(span.attributes["num_tokens"])) for span in turns) == entry.response_tokens
+    prompts = [int(str(span.attributes["num_prompt_tokens"])) for span in turns]
+    new = [int(str(span.attributes["num_new_tokens"])) for span in turns]
+    made = [int(str(span.attributes["num_tokens"])) for span in turns]
+    assert prompts[1:] == [before + said + more for before, said, more in zip(prompts, made, new[1:], strict=False)]
+    assert prompts[0] == new[0]
+    assert sum(new) == entry.prompt_tokens, "all that the model did not say"
+    tools = [span for span in spans if span.name == "tool"]
+    assert [(span.attributes["tool"], span.attributes["outcome"]) for span in tools] == [("look", "ok"), ("look", "ok"), ("count", "error")]
+    assert all(WAIT_S <= span.duration_s < WAIT_S + 0.3 for span in tools[:2])
+    assert tools[0].end_ns > tools[1].start_ns, "calls of one turn run at once"
+    assert turns[0].end_ns <= tools[0].start_ns <= tools[0].end_ns <= turns[1].start_ns
+    assert "slots" not in tools[0].attributes, "an async function waits for no thread"
+    assert tools[2].attributes["slots"] == 64
+    assert int(str(tools[2].attributes["waited_us"])) < 200_000
+    (stay,) = [span for span in read_spans(run_dir) if span.name == "sample" and span.attributes["sample"] == first_of(run_dir)]
+    assert stay.start_ns <= min(span.start_ns for span in spans)
+    assert max(span.end_ns for span in spans) <= stay.end_ns
+    assert all(span.lane == stay.lane and span.attributes["call"] == stay.attributes["call"] and not span.is_work for span in spans)
+
+
+def test_the_exported_trace_has_them_in_their_sample_s_lane(run_dir: Path, tmp_path: Path) -> None:
+    write_trace(run_dir, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    who = SampleId.unpack(first_of(run_dir))
+    stays = [one for one in events if one["ph"] == "b" and one["name"] == "sample"]
+    (stay,) = [one for one in stays if (one["args"]["call"], one["args"]["sample"]) == (who.call, str(who))]
+    mine = [one for one in events if one["ph"] == "b" and one["id"].split(".")[0] == stay["id"] and one is not stay]
+    assert [one["name"] for one in mine] == ["turn 1", "tool look", "tool look", "turn 2", "tool count", "turn 3"]
+    assert [one["id"] == stay["id"] for one in mine] == [True, True, False, True, True, True], "what overlaps has a row of its own"
+    for number in {one["id"] for one in mine}:
+        open_at, depth = [one for one in events if one.get("id") == number and one["ph"] in "be"], 0
+        for one in open_at:
+            depth += 1 if one["ph"] == "b" else -1
+            assert 0 <= depth <= 2
+        assert depth == 0
+        assert [one["ts"] for one in open_at] == sorted(one["ts"] for one in open_at)
+    assert not any(one["ph"] == "X" and one["name"] in ("turn", "tool") for one in events)
+
+
+def test_perfetto_s_packets_have_them_on_the_track_of_their_sample(run_dir: Path, tmp_path: Path) -> None:
+    write_trace(run_dir, tmp_path / "trace.pftrace")
+    names: dict[int, str] = {}
+    depth: dict[int, int] = {}
+    seen: dict[str, set[int]] = {}
+    for packet in packets_in(tmp_path / "trace.pftrace"):
+        names |= {one.iid: one.name for one in packet.interned_data.event_names}
+        event = packet.track_event
+        if event.type == event.TYPE_SLICE_BEGIN:
+            depth[event.track_uuid] = depth.get(event.track_uuid, 0) + 1
+            seen.setdefault(names[event.name_iid], set()).add(depth[event.track_uuid])
+        elif event.type == event.TYPE_SLICE_END:
+            depth[event.track_uuid] -= 1
+    assert seen["turn 2"] == seen["tool count"] == {2}
+    assert seen["tool look"] == {1, 2}, "of two at once one is beside"
+    assert not any(depth.values())
+
+
+def test_the_life_of_a_sample_names_its_turns_and_tool_calls(run_dir: Path) -> None:
+    with SampleQuery(run_dir) as query:
+        (entry,) = query.entries(f"id = {first_of(run_dir)}")
+    shown = CliRunner().invoke(cli, ["samples", str(run_dir), "--where", f"sample = '{entry.sample}'", "--life"]).output
+    lines = [line.strip().removeprefix("- ") for line in shown.splitlines() if line.strip().startswith("- ")]
+    heads = [line.partition(":")[0] for line in lines]
+    assert heads[1:8] == ["turn 1", "tool look", "tool look", "turn 2", "tool count", "turn 3", "generated"], shown
+    assert "tokens after" in lines[1]
+    assert lines[2].startswith("tool look: ok, 0.3")
+    assert lines[5].startswith("tool count: error, ")
+
+
+def test_the_page_of_an_episode_has_its_time_line(run_dir: Path) -> None:
+    trace = RunTrace(run_dir)
+    trace.refresh()
+    who = SampleId.unpack(first_of(run_dir))
+    page = with_stays(sample_page(run_dir, who.call, who.prompt, who.index), trace)
+    assert [one.name for one in page.passed] == ["turn 1", "tool look", "tool look", "turn 2", "tool count", "turn 3"]
+    assert all(one.start >= 0 and one.start + one.duration <= page.took for one in page.passed)
+    assert page.took >= WAIT_S * 1e6
+    assert [event.partition(":")[0] for event in page.life].count("turn 2") == 1
