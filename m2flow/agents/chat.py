@@ -466,10 +466,11 @@ class Chat:
             came = "failed"
             raise
         finally:
-            about: dict[str, object] = {"tool": found.name, "outcome": came}
-            if slots := found.slots(self._link.threads):
-                about |= {"slots": slots, "waited_us": ((runs or [time.monotonic_ns()])[0] - began) // 1000}
-            self._link.passed("tool", began, about)
+            if runs:
+                about: dict[str, object] = {"label": found.name, "outcome": came}
+                if slots := found.slots(self._link.threads):
+                    about |= {"slots": slots, "own_slots": found.own_slots is not None, "waited_us": (runs[0] - began) // 1000}
+                self._link.passed("tool", runs[0], about)
 
     def _defused(self, message: Message) -> Message:
         """A tool's message in which no special token is written; any other one as it is."""

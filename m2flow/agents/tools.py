@@ -121,6 +121,8 @@ class Tool:
     on_error: Literal["text", "fail"] = "text"
     max_chars: int = 8192
     __name__: str = field(default="tool", compare=False)
+    own_slots: int | None = None
+    """Calls of it that run at once in a process; None: no limit of its own."""
     schema: Mapping[str, object] | None = None
     """JSON Schema of the parameters, where these are not the function's: of a tool that a client of the episode runs."""
 
@@ -151,8 +153,10 @@ class Tool:
         return found, ""
 
     def slots(self, threads: Executor) -> int:
-        """How many calls run at once in a process; 0: as many as are asked for."""
-        return 0 if inspect.iscoroutinefunction(self.function) or not isinstance(threads, Threads) else threads.most
+        """How many calls run at once in a process: of it, or of all plain functions; 0: as many as are asked for."""
+        if self.own_slots or inspect.iscoroutinefunction(self.function) or not isinstance(threads, Threads):
+            return self.own_slots or 0
+        return threads.most
 
     async def run(
         self,
@@ -164,15 +168,23 @@ class Tool:
         """Call the function, with these resources of the episode.
 
         Args:
-            begins: is called when it is its turn, on its thread.
+            begins: is called once it has a slot, on its thread.
         Raises:
             EpisodeFailed: it failed, and that is the end of the episode.
         """
         call: Callable[[], Any] = functools.partial(self.function, **arguments, **resources)
+        if self.own_slots and isinstance(threads, Threads):
+            async with threads.slots_of(self.name, self.own_slots):
+                return await self._run(call, threads, begins)
+        return await self._run(call, threads, begins)
+
+    async def _run(self, call: Callable[[], Any], threads: Executor, begins: Callable[[], object]) -> Outcome:
         is_async = inspect.iscoroutinefunction(self.function)
         limit = asyncio.timeout(self.timeout_s if is_async else None)  # Of a plain function it begins when a thread does.
         try:
             async with limit:
+                if is_async:
+                    begins()
                 result = await (call() if is_async else self._on_thread(call, limit, threads, begins))
                 if inspect.isawaitable(result):
                     result = await result
@@ -226,6 +238,7 @@ class Threads(ThreadPoolExecutor):
         self._waiting: deque[tuple[_Awaited, Callable[[], Any]]] = deque()
         self._num_idle = self._num_threads = self._num_given_up = 0
         self._is_shut = False
+        self._slots: dict[str, asyncio.Semaphore] = {}
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Have a thread call the function.
@@ -245,6 +258,10 @@ class Threads(ThreadPoolExecutor):
             self._waiting.append((future, functools.partial(fn, *args, **kwargs)))
             self._have_taken()
         return future
+
+    def slots_of(self, tool: str, num: int) -> asyncio.Semaphore:
+        """The slots of a tool that has a limit of its own; for the event loop's thread."""
+        return self._slots.setdefault(tool, asyncio.Semaphore(num))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Begin nothing more. What runs is not waited for: it may never end."""
@@ -354,6 +371,7 @@ def tool(
     replay: Literal["pure", "recorded"] = "recorded",
     on_error: Literal["text", "fail"] = "text",
     max_chars: int = 8192,
+    slots: int | None = None,
     name: str = "",
 ) -> Callable[[Callable[..., object]], Tool]: ...
 def tool(
@@ -364,6 +382,7 @@ def tool(
     replay: Literal["pure", "recorded"] = "recorded",
     on_error: Literal["text", "fail"] = "text",
     max_chars: int = 8192,
+    slots: int | None = None,
     name: str = "",
 ) -> Tool | Callable[[Callable[..., object]], Tool]:
     """Decorator: make a function, plain or async, a tool that agents offer to a model. Its docstring is what the model reads.
@@ -378,6 +397,8 @@ def tool(
         on_error: what an exception or a time-out becomes: a `text` for the model, or the episode's failure (`fail`). An error of m2flow's,
             as of a sandbox that is gone, is always the latter.
         max_chars: of a result; the middle of a longer one is left out.
+        slots: calls of it that run at once in a process; more wait, and their time limit has not begun. By default an async function has no
+            limit, and the plain ones share 64 threads.
         name: what the model calls it; by default the function's name.
 
     >>> @tool
@@ -391,6 +412,8 @@ def tool(
     check_choice("replay", replay, ("pure", "recorded"), of="@tool")
     check_choice("on_error", on_error, ("text", "fail"), of="@tool")
     check_count("max_chars", max_chars)
+    if slots is not None:
+        check_count("slots", slots)
     if name != "":
         check_text("name", name)
 
@@ -398,7 +421,7 @@ def tool(
         hints, required, resources = parameters(function, "@tool")
         own = name or str(getattr(function, "__name__", "tool"))
         text = inspect.cleandoc(function.__doc__ or "")
-        return Tool(function, own, text, hints, required, resources, timeout_s, replay, on_error, max_chars, own)
+        return Tool(function, own, text, hints, required, resources, timeout_s, replay, on_error, max_chars, own, slots)
 
     return decorate if function is None else decorate(function)
 

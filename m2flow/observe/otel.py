@@ -309,7 +309,7 @@ def attributes_of(span: Span) -> dict[str, Attribute]:
     if span.name == SpanName.TURN:
         found |= {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "m2flow"}
     if span.name == SpanName.TOOL:
-        found |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": span.attributes.get("tool", "")}
+        found |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": span.attributes.get("label", "")}
     if is_sent:
         found |= {"messaging.system": "m2flow", "messaging.operation.type": "send"}
     for name, value in span.attributes.items():

@@ -25,9 +25,11 @@ Attributes that viewers understand:
     num_new_tokens, num_cached
                  of a `turn` span: tokens of its prompt that the turn before it did not have, and those that the engine found in its
                  prefix cache, where it says so
-    tool, outcome
-                 of a `tool` span: its name, and `ok`, `error` (the model was told), `failed` (the end of the episode) or `cancelled`
-    slots        of a `tool` span: how many such calls run at once in a process, where that is limited; before it ran it `waited_us`
+    outcome      of a `tool` span, whose `label` is the tool's name: `ok`, `error` (the model was told), `failed` (the end of the episode),
+                 `cancelled`
+    slots, own_slots
+                 of a `tool` span: how many such calls run at once in a process, where that is limited, and whether the tool has them for
+                 itself; it `waited_us` for one
     samples      the samples that the work was done on: packed identities, or a `range` of them
     unit_us      microseconds of each unit that a function was called on, in the order of their ends
     rewards      of a `function.call` span of a reward: what each of the samples got
@@ -136,6 +138,9 @@ class SpanName(enum.StrEnum):
     """A call of a tool in an episode. Not work of a device."""
 
 
+FOR_AGENTS = "for agents and tools"
+FOR_SPEAKERS = "for speakers elsewhere"
+"""Labels of `wait` spans in which a rollout engine has nothing to decode, since its episodes wait for others."""
 OF_EPISODES = frozenset({SpanName.TURN, SpanName.TOOL})
 """Names of the parts of a `sample` span, of a sample that is an episode."""
 IDLE_NAMES = frozenset({SpanName.SAMPLE, SpanName.DRAIN, SpanName.SEND, SpanName.WAIT}) | OF_EPISODES
@@ -233,12 +238,12 @@ def samples_of(span: Span) -> Sequence[int]:
 def shown_name(span: Span) -> str:
     """A span's name as it is shown.
 
-    >>> shown_name(Span("rollout-0", "tool", 0, 9, {"tool": "search"})), shown_name(Span("rollout-0", "turn", 0, 9, {"turn": 2}))
+    >>> shown_name(Span("rollout-0", "tool", 0, 9, {"label": "search"})), shown_name(Span("rollout-0", "turn", 0, 9, {"turn": 2}))
     ('tool search', 'turn 2')
     """
     attributes = span.attributes
     if span.name == SpanName.TOOL:
-        return f"tool {attributes.get('tool', '')}".rstrip()
+        return f"tool {attributes.get('label', '')}".rstrip()
     if span.name == SpanName.TURN:
         parts = [attributes[key] for key in ("conversation", "speaker") if key in attributes]
         return f"turn {attributes.get('turn', '')}" + (f" of {', by '.join(map(str, parts))}" if parts else "")

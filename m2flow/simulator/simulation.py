@@ -299,9 +299,10 @@ def causes_of(doing: Doing) -> dict[str, str]:
     return {"rollout": waits, "train": waits}
 
 
-State = Literal["work", "switch", "sync"]
-STATES: tuple[State, ...] = ("work", "switch", "sync")
-CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "backpressure", "switch", "sync", "unused", "failed")
+State = Literal["work", "switch", "sync", "tool"]
+STATES: tuple[State, ...] = ("work", "switch", "sync", "tool")
+"""`tool`: all samples of a rollout device are episodes that wait for tools or agents."""
+CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "backpressure", "switch", "sync", "tool", "unused", "failed")
 
 
 @dataclass(eq=False)

@@ -14,6 +14,8 @@ weight syncs are left out.
     work             device seconds of all tokens at the best rate and of all training, by all devices
     k_longest, no_migration     of the rollout
     functions        seconds of rewards and ops, by the processes that compute them
+    longest_chain    of episodes: the turns of one, each alone on its engine at t0 + t1 a token, and its tool calls between them
+    tool_slots       seconds of tools whose calls at once are limited, by their slots
 
 Evaluations (`m2flow.viewer.run_trace.evaluation_calls`) and what comes before the first step are accounted apart: bounds, efficiency and
 the verdict are those of the steps without them.
@@ -23,7 +25,8 @@ still ran is its tail. A function waits, rather than computes, where its process
 
 Critical path. It is followed backwards from the last work of a step: a task can't begin before its worker is free, its samples are there
 and the weights that it needs are there. Of these, the one that ended last is the link before it. Time between two links is nobody's work:
-a message in flight, Python, or a program that waited.
+a message in flight, Python, or a program that waited. Of an episode the time outside its turns is that of tools and its agent; so is the
+time in which a rollout engine has no turn to decode.
 
 Memory. A peak is that of the process since its start, so a step's peak is that of all steps up to it, and rises where a step needs more
 than those before. Limits: a trainer of several ranks shows its first rank; the host's memory includes Python and libraries, which the plan
@@ -129,6 +132,11 @@ def step_bounds(trace: RunTrace, step: Step, devices: list[Device], decode: Meas
         whole = sample_spans[columns["num_tokens"][sample_spans] > 0]
         decode_s = decode.model.best_token_s * int((lengths * size[columns["worker"][whole]]).sum())
         found |= {"longest_sample": bounds.longest_s, "k_longest": bounds.k_longest_s, "no_migration": bounds.no_migration_s}
+    if (trace.group == TURN).any():
+        turns, token_s = Turns(trace), decode.model.alone_token_s if decode is not None else 0.0
+        chains_s = [turns.chain_s(packed, token_s) for packed in np.unique(columns["sample"][sample_spans]).tolist()]
+        told = {"longest_chain": max(chains_s, default=0.0), "tool_slots": _slots_s(tools_of(trace, step.start, step.end))}
+        found |= {name: seconds for name, seconds in told.items() if seconds > 0}
     if devices and (train_s or decode_s):
         found["work"] = (train_s + decode_s) / sum(device.num_devices for device in devices)
     return found
@@ -145,6 +153,92 @@ def _function_seconds(trace: RunTrace, step: Step) -> float:
         seconds += float((stops - begins).sum() / 1e9)
     hosts = [one for one in trace.plan.workers if any(slot.kind == "function" for slot in one.engines)] if trace.plan else []
     return seconds / max(len(hosts), len(np.unique(worker[trace.group == FUNCTION])), 1)
+
+
+@final
+class Turns:
+    """The turns of episodes, and what their tools took."""
+
+    def __init__(self, trace: RunTrace) -> None:
+        columns, names = trace.columns, trace.columns.names.texts
+        self._columns = columns
+
+        def by_sample(name: SpanName) -> tuple[IntArray, IntArray]:
+            mine = np.flatnonzero(columns["name"] == names.index(name)) if name in names else np.zeros(0, np.int64)
+            mine = mine[np.argsort(columns["sample"][mine], kind="stable")]
+            return mine, columns["sample"][mine]
+
+        self._turns, self._tools = by_sample(SpanName.TURN), by_sample(SpanName.TOOL)
+
+    def of(self, packed: int) -> tuple[IntArray, IntArray] | None:
+        """The disjoint intervals of an episode's turns; None where it has none."""
+        mine = _of_sample(self._turns, packed)
+        return union(self._columns["start"][mine], self._columns["end"][mine]) if len(mine) else None
+
+    def chain_s(self, packed: int, token_s: float) -> float:
+        """The least seconds of an episode: its turns at so many seconds a token, and its tool calls, but for those beside its turns."""
+        start, end = self._columns["start"], self._columns["end"]
+        turns, tools = _of_sample(self._turns, packed), _of_sample(self._tools, packed)
+        tokens = int(np.maximum(self._columns["num_tokens"][turns], 0).sum())
+        called, spoken = union(start[tools], end[tools]), union(start[turns], end[turns])
+        beside_s = sum(_overlap(spoken, a, b) for a, b in zip(*(one.tolist() for one in called), strict=True))
+        return tokens * token_s + float((called[1] - called[0]).sum() / 1e9) - beside_s
+
+
+def _of_sample(held: tuple[IntArray, IntArray], packed: int) -> IntArray:
+    first, last = np.searchsorted(held[1], (packed, packed + 1))
+    return held[0][first:last]
+
+
+@final
+class ToolUse(msgspec.Struct):
+    """The calls of one tool."""
+
+    name: str
+    num: int
+    seconds: float
+    """Of all calls, without what they waited for a slot."""
+    mean_s: float
+    longest_s: float
+    slots: int
+    """Calls at once in all processes; 0: as many as are asked for."""
+    shares_slots: bool
+    """Whether it shares them with other plain functions."""
+
+
+def tools_of(trace: RunTrace, start: int, end: int) -> list[ToolUse]:
+    """The tools that episodes called between two moments, the one that took most first."""
+    columns = trace.columns
+    if SpanName.TOOL not in columns.names.texts:
+        return []
+    calls = np.flatnonzero((columns["name"] == columns.names.texts.index(SpanName.TOOL)) & ~trace.evaluates)
+    calls = calls[(columns["start"][calls] < end) & (columns["end"][calls] > start)]
+    num_processes = max(len(np.unique(columns["worker"][trace.group == SAMPLE])), 1)
+    found = []
+    for label in np.unique(columns["label"][calls]).tolist():
+        mine = calls[columns["label"][calls] == label]
+        seconds = (np.minimum(columns["end"][mine], end) - np.maximum(columns["start"][mine], start)) / 1e9
+        told = columns.span(int(mine[0])).attributes
+        slots = told.get("slots", 0)
+        found.append(
+            ToolUse(
+                columns.labels.texts[label] if label >= 0 else "",
+                len(mine),
+                float(seconds.sum()),
+                float(seconds.mean()),
+                float(seconds.max()),
+                slots * num_processes if isinstance(slots, int) else 0,
+                not told.get("own_slots", False),
+            )
+        )
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def _slots_s(tools: Sequence[ToolUse]) -> float:
+    """The least seconds of tools whose slots are limited."""
+    shared = [one for one in tools if one.slots and one.shares_slots]
+    own_s = [one.seconds / one.slots for one in tools if one.slots and not one.shares_slots]
+    return max([sum(one.seconds for one in shared) / shared[0].slots if shared else 0.0, *own_s])
 
 
 # ---- critical path
@@ -172,7 +266,7 @@ class CriticalPath:
         self._trace = trace
         self._start, self._end = columns["start"], columns["end"]
         worker = columns["worker"]
-        is_work = ~np.isin(trace.group, (SAMPLE, WAIT, TURN))
+        is_work = ~np.isin(trace.group, (SAMPLE, WAIT, TURN)) | trace.waits_for_agents
         self._by_worker: dict[int, IntArray] = {}
         for at in np.unique(worker).tolist():
             name = columns.workers.texts[at]
@@ -180,7 +274,8 @@ class CriticalPath:
             members = [columns.workers.texts.index(one) for one in shared if one in columns.workers.texts]
             mine = np.flatnonzero(is_work & np.isin(worker, members))
             self._by_worker[at] = mine[np.argsort(self._end[mine], kind="stable")]
-        self._work = np.flatnonzero(is_work)
+        self._work = np.flatnonzero(is_work & ~trace.waits_for_agents)
+        self._turns = Turns(trace)
         sample_spans = np.flatnonzero((trace.group == SAMPLE) & (columns["sample"] >= 0))
         self._sample_spans = sample_spans[np.argsort(columns["sample"][sample_spans], kind="stable")]
         touches = columns.touches
@@ -200,12 +295,23 @@ class CriticalPath:
         while span >= 0 and len(links) < _MOST_LINKS:
             start, end = max(int(self._start[span]), step.start), min(int(self._end[span]), until)
             if end > start:
-                links.append(Link(span, int(self._trace.kind[span]), start, end))
+                links += self._links(span, start, end)
                 until = start
             if self._start[span] <= step.start:
                 break
             span = self._before(span)
         return links[::-1]
+
+    def _links(self, span: int, start: int, end: int) -> list[Link]:
+        """A span as links, the last first: an episode is cut into its turns, and what it waits for between them."""
+        kind, packed = int(self._trace.kind[span]), int(self._trace.columns["sample"][span])
+        turns = self._turns.of(packed) if self._trace.group[span] == SAMPLE else None
+        if turns is None:
+            return [Link(span, kind, start, end)]
+        edges = [start, *(edge for pair in zip(*(np.clip(one, start, end).tolist() for one in turns), strict=True) for edge in pair), end]
+        kinds = [self._trace.tool_kind, kind] * len(edges)
+        found = [Link(span, of, a, b) for of, a, b in zip(kinds, edges[:-1], edges[1:], strict=False) if b > a]
+        return found[::-1]
 
     def _before(self, span: int) -> int:
         """Return the span that delayed this one, or -1 if none is known."""
@@ -659,7 +765,19 @@ _PROBES = (SpanName.TRAIN_PROBE, SpanName.ROLLOUT_PROBE)
 _RECENT_STEPS = 50
 """The most steps that the verdict looks at: the newest."""
 
-CAUSES_OF_STEPS = ("tail", "generation", "waiting reward", "slow reward", "reward", "training", "sync", "switch", "program", "machinery")
+CAUSES_OF_STEPS = (
+    "tail",
+    "generation",
+    "tool",
+    "waiting reward",
+    "slow reward",
+    "reward",
+    "training",
+    "sync",
+    "switch",
+    "program",
+    "machinery",
+)
 
 
 @final
@@ -744,6 +862,8 @@ def _tail_of(trace: RunTrace, step: Step) -> tuple[int, int]:
 def _named(trace: RunTrace, link: Link, tail: tuple[int, int]) -> list[tuple[str, float]]:
     """Return the parts of a link of the critical path by the cause that they count for."""
     group, seconds = int(trace.group[link.span]), (link.end - link.start) / 1e9
+    if link.kind == trace.tool_kind:
+        return [("tool", seconds)]
     if trace.columns.names.texts[int(trace.columns["name"][link.span])] in _PROBES:
         return [("sync", seconds)]
     if group in (ROLLOUT, SAMPLE):
@@ -780,6 +900,8 @@ def _cause(
     elif name == "generation":
         most = f", at most {decode.model.max_batch} samples at once in a process" if decode else ""
         said = f"generation by {where}{most}, for which training waits"
+    elif name == "tool":
+        said = f"waiting for tools and agents{_dominant(tools_of(trace, trace.steps[0].start, trace.end))}"
     elif name == "training":
         said = f"training by {where}"
     elif name == "sync":
@@ -793,6 +915,13 @@ def _cause(
     else:
         said = "nobody's work: messages, Python between two tasks"
     return Cause(name, seconds / num_steps, seconds / own_s, said, label, line)
+
+
+def _dominant(tools: Sequence[ToolUse]) -> str:
+    if not tools:
+        return ""
+    share = tools[0].seconds / max(sum(one.seconds for one in tools), 1e-9)
+    return f": the tool {tools[0].name}, {tools[0].mean_s:.3g} s a call, takes {share:.0%} of the tools' time"
 
 
 def function_cores(trace: RunTrace) -> float | None:

@@ -14,9 +14,10 @@ The idle time of each device is attributed to causes by the rule that the simula
     RunTrace --idle_of--> for each device its idle stretches, each with one cause
 
 Devices that the same workers have count as one; so do engines that take turns under a lease. At any moment one cause holds for all idle
-devices of a kind (`m2flow.simulator.simulation`). Three causes are not those of a simulation: `host`, when an engine has samples and does
-not decode, because Python works between two of its steps; `setup`, before the first step of the loop (loading, a warm start); and
-`evaluation`, while nothing but an evaluation is worked on. The last two are no part of what a step waits for.
+devices of a kind (`m2flow.simulator.simulation`); that its episodes all wait for tools or agents (`tool`), a worker says itself. Three
+causes are not those of a simulation: `host`, when an engine has samples and does not decode, because Python works between two of its steps;
+`setup`, before the first step of the loop (loading, a warm start); and `evaluation`, while nothing but an evaluation is worked on. The last
+two are no part of what a step waits for.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from m2flow.macro.replay import CallRecord
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.records.ledger import read_beginnings
 from m2flow.micro.records.rundir import reading_ledger
-from m2flow.observe.spans import SpanName
+from m2flow.observe.spans import FOR_AGENTS, FOR_SPEAKERS, SpanName
 from m2flow.observe.store import TraceColumns
 from m2flow.planner.planning import read_prediction
 from m2flow.simulator.simulation import CAUSES as SIMULATED
@@ -219,6 +220,10 @@ class RunTrace:
         """[S]; -1: no call, or not known."""
         self.evaluates: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         """[S]: whether its call only evaluates."""
+        self.tool_kind = -1
+        """The kind `TOOLS`; -1: the run has none."""
+        self.waits_for_agents: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """[S]: time in which a rollout engine has nothing to decode, since its episodes wait."""
         self.steps: list[Step] = []
         self.versions: list[Version] = []
         self.stops: tuple[IntArray, IntArray] = (none, none)
@@ -313,13 +318,19 @@ class RunTrace:
             span = int(rest[first[at]])
             group = int(self.group[span])
             label, site = int(columns["label"][span]), int(columns["site"][span])
-            if group in (SYNC, SWITCH, WAIT):
+            if group == WAIT and label >= 0 and columns.labels.texts[label] in (FOR_AGENTS, FOR_SPEAKERS):
+                kinds[at] = kind_at(Kind(TOOLS, "", "wait"))
+            elif group in (SYNC, SWITCH, WAIT):
                 kinds[at] = kind_at(Kind(columns.names.texts[int(columns["name"][span])], "", "wait" if group == WAIT else "machinery"))
             else:
                 line = columns.sites.texts[site] if site >= 0 else ""
                 text = columns.labels.texts[label] if label >= 0 and line else columns.names.texts[int(columns["name"][span])]
                 kinds[at] = kind_at(Kind(text, line, "call" if line or text not in _UPKEEP else "machinery"))
         self.kind[rest] = kinds[inverse.reshape(-1)]
+        if (self.group == TURN).any():
+            kind_at(Kind(TOOLS, "", "wait"))
+        self.tool_kind = found.get((TOOLS, ""), -1)
+        self.waits_for_agents = (self.group == WAIT) & (self.kind == self.tool_kind)
 
     def _find_steps(self) -> list[Step]:
         inside = np.flatnonzero((self.step >= 0) & (self.group != WAIT))
@@ -385,6 +396,8 @@ def read_plan_of(run_dir: Path) -> Plan | None:
 CAUSES = (*SIMULATED, "host", "setup", "evaluation")
 APART = ("setup", "evaluation")
 """The causes that steps are not charged with."""
+TOOLS = "tools and agents"
+"""The kind of time in which episodes wait for tools or agents."""
 _HOST, _SETUP, _EVALUATION = (CAUSES.index(cause) for cause in ("host", *APART))
 _INSTANCES = 3
 """Levels of generating: no instance, some, all."""
@@ -483,8 +496,9 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
         gaps = np.append(trace.start, busy[1]), np.append(busy[0], trace.end)
         owner = _owner(trace, mine, device)
         switches, syncs = (union(start[mine & (trace.group == group)], end[mine & (trace.group == group)]) for group in (SWITCH, SYNC))
+        tools = union(start[mine & trace.waits_for_agents], end[mine & trace.waits_for_agents])
         # A gap is cut wherever its cause may change.
-        cuts = np.unique(np.concatenate([moments, *own, *switches, *syncs, *trace.stops, owner[0], *evaluations, [first]]))
+        cuts = np.unique(np.concatenate([moments, *own, *switches, *syncs, *tools, *trace.stops, owner[0], *evaluations, [first]]))
         at = np.searchsorted(gaps[1], cuts, side="right")
         inside = cuts[(at < len(gaps[0])) & (cuts > gaps[0][np.minimum(at, len(gaps[0]) - 1)])]
         begins = np.sort(np.concatenate([gaps[0][gaps[1] > gaps[0]], inside]))
@@ -493,6 +507,7 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
         kind = owner[1][np.searchsorted(owner[0], begins, side="right") - 1]
         cause = causes[kind, np.maximum(np.searchsorted(moments, begins, side="right") - 1, 0)]
         cause = np.where(_covered(begins, own) & (kind == 0), _HOST, cause)
+        cause = np.where(_covered(begins, tools), CAUSES.index("tool"), cause)
         cause = np.where(_covered(begins, syncs), CAUSES.index("sync"), cause)
         cause = np.where(_covered(begins, switches), CAUSES.index("switch"), cause)
         cause = np.where(_covered(begins, evaluations), _EVALUATION, cause)

@@ -493,7 +493,7 @@ def with_stays(page: SamplePage, trace: RunTrace) -> SamplePage:
             span.name == SpanName.TOOL,
             (span.start_ns - begin) // 1000,
             (span.end_ns - span.start_ns) // 1000,
-            {name: value for name, value in span.attributes.items() if name not in ("sample", "call", "tool", "turn")},
+            {name: value for name, value in span.attributes.items() if name not in ("sample", "call", "label", "turn")},
         )
         for span in stays
         if span.name in OF_EPISODES

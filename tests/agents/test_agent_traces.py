@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 import zlib
@@ -24,7 +25,8 @@ from m2flow.observe.store import read_spans
 from m2flow.runner.run import Run
 from m2flow.samples import SampleId
 from m2flow.spec import RunSettings
-from m2flow.viewer.run_trace import RunTrace
+from m2flow.viewer.analysis import Analysis, analysis_of
+from m2flow.viewer.run_trace import TOOLS, RunTrace, idle_of
 from m2flow.viewer.sample_pages import sample_page, with_stays
 
 WAIT_S = 0.3
@@ -63,6 +65,38 @@ def looking(num_steps: int = 4) -> None:
         policy.update(episodes, episodes.reward)
 
 
+GATE_S = 0.1
+
+
+@tool(replay="pure", slots=1)
+async def gate(text: str) -> str:
+    """Something of which there is one."""
+    await asyncio.sleep(GATE_S)
+    return text
+
+
+@agent
+async def passer(chat: Chat, row: Sample) -> float:
+    turn = await chat.say(str(row.prompt), tools=[gate], max_tokens=6)
+    turn = await chat.reply([ToolCall("gate", {"text": "abc"})], max_tokens=6)
+    return float(len(turn.text))
+
+
+@flow
+def passing(num_steps: int = 3) -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    rows = Dataset([{"prompt": f"{i}?"} for i in range(32)])
+    for _ in steps(num_steps):
+        episodes = policy.rollout(passer, rows.take(4), n=2, max_tokens=200)
+        policy.update(episodes, episodes.reward)
+
+
+@pytest.fixture(scope="module")
+def slotted_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    return Path(Run(passing, {}, FAKES, RunSettings(runs_dir=str(place))).execute().run_dir)
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
@@ -99,7 +133,11 @@ def test_each_turn_and_each_tool_call_of_an_episode_is_a_span(run_dir: Path) -> 
     assert prompts[0] == new[0]
     assert sum(new) == entry.prompt_tokens, "all that the model did not say"
     tools = [span for span in spans if span.name == "tool"]
-    assert [(span.attributes["tool"], span.attributes["outcome"]) for span in tools] == [("look", "ok"), ("look", "ok"), ("count", "error")]
+    assert [(span.attributes["label"], span.attributes["outcome"]) for span in tools] == [
+        ("look", "ok"),
+        ("look", "ok"),
+        ("count", "error"),
+    ]
     assert all(WAIT_S <= span.duration_s < WAIT_S + 0.3 for span in tools[:2])
     assert tools[0].end_ns > tools[1].start_ns, "calls of one turn run at once"
     assert turns[0].end_ns <= tools[0].start_ns <= tools[0].end_ns <= turns[1].start_ns
@@ -170,3 +208,38 @@ def test_the_page_of_an_episode_has_its_time_line(run_dir: Path) -> None:
     assert all(one.start >= 0 and one.start + one.duration <= page.took for one in page.passed)
     assert page.took >= WAIT_S * 1e6
     assert [event.partition(":")[0] for event in page.life].count("turn 2") == 1
+
+
+def analysed(run_dir: Path) -> Analysis:
+    trace = RunTrace(run_dir)
+    trace.refresh()
+    return analysis_of(trace, idle_of(trace))
+
+
+def test_time_without_a_turn_to_decode_is_idle_for_tools_and_so_is_the_critical_path(run_dir: Path) -> None:
+    found = analysed(run_dir)
+    (device,) = [one for one in found.devices if "rollout" in one.kinds]
+    assert device.idle_s["tool"] > 0.8 * WAIT_S * len(found.steps)
+    assert device.idle_s.get("host", 0.0) < 0.2 * device.idle_s["tool"] + 0.1 * len(found.steps)
+    share = {one.label: one.seconds for one in found.path}
+    assert share[TOOLS] > 0.8 * WAIT_S * len(found.steps)
+    assert "tool" in [cause.name for cause in found.verdict.causes]
+    (said,) = [cause.says for cause in found.verdict.causes if cause.name == "tool"]
+    assert said.startswith("waiting for tools and agents: the tool look, 0.3")
+
+
+def test_a_step_with_episodes_is_bounded_by_its_longest_chain_of_turns(run_dir: Path) -> None:
+    for step in analysed(run_dir).steps:
+        assert WAIT_S < step.bounds_s["longest_chain"] <= step.makespan_s
+        assert step.efficiency is not None
+        assert step.efficiency >= step.bounds_s["longest_chain"] / step.makespan_s
+
+
+def test_a_step_is_bounded_by_tools_whose_slots_are_limited(slotted_dir: Path) -> None:
+    for step in analysed(slotted_dir).steps:
+        assert 8 * GATE_S <= step.bounds_s["tool_slots"] <= step.makespan_s
+        assert step.bounds_s["longest_chain"] < 3 * GATE_S, "what it waits for a slot is no work"
+    waited = [int(str(span.attributes["waited_us"])) for span in read_spans(slotted_dir) if span.name == "tool"]
+    assert max(waited) > 6 * GATE_S * 1e6
+    spans = sorted((span.start_ns, span.end_ns) for span in read_spans(slotted_dir) if span.name == "tool")
+    assert all(before[1] <= after[0] + 5_000_000 for before, after in itertools.pairwise(spans)), "one at a time"

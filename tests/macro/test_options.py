@@ -385,6 +385,7 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "Policy.generate.n": is_count,
     "agent.tool_calls": is_none,
     "tool.max_chars": is_count,
+    "tool.slots": either(is_none, is_count),
     "tool.name": either(is_text, lambda value: value == ""),
     "EpisodeRows.branch.n": is_count,
     "EpisodeRows.branch.at": is_turn,

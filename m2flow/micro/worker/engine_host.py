@@ -50,7 +50,7 @@ from m2flow.micro.worker.mini_batches import MiniBatches, accounted, peak_bytes
 from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
 from m2flow.micro.worker.telemetry import ChannelCounts, SampleSpans
 from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, WeightSyncs
-from m2flow.observe.spans import Recorder, SpanName, now_ns
+from m2flow.observe.spans import FOR_AGENTS, FOR_SPEAKERS, Recorder, SpanName, now_ns
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model
 from m2flow.samples import BRANCH_TURN, ENGINE_COLUMNS, EPISODE, Batch, Sample
@@ -375,11 +375,13 @@ class EngineHost:
             had = [start.stopped.num_sampled if start.stopped is not None else 0 for start in starts]
             for role in call.speakers[1:]:
                 self._speaking(role)
+            start = now_ns()  # From now on the agents' threads are at work.
             self._speaking(call.role).begin(starts)
             prompts = prompts.without(EPISODE)
         else:
             add(engine, requests)
-        start, prompts = now_ns(), prompts.without(_MADE_ANEW)
+            start = now_ns()
+        prompts = prompts.without(_MADE_ANEW)
         for row, r in enumerate(requests):
             self._inflight[r.id] = InflightSample(call, drawn, prompts, row, r.seed, start, had[row], waited_us, speakers)
         self._sample_spans.began({r.id: count for r, count in zip(requests, had, strict=True)})
@@ -500,9 +502,9 @@ class EngineHost:
         if is_waiting:
             if not self._tool_wait_ns:
                 is_away = any(speaker.num_unfinished for speaker in self._elsewhere.values())
-                self._tool_wait_ns, self._waits_for = start_ns, "speakers elsewhere" if is_away else "agents and tools"
+                self._tool_wait_ns, self._waits_for = start_ns, FOR_SPEAKERS if is_away else FOR_AGENTS
         elif self._tool_wait_ns:
-            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, start_ns, label=f"for {self._waits_for}")
+            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, start_ns, label=self._waits_for)
             self._tool_wait_ns = 0
 
     def abort(self, call: int) -> dict[int, int]:

@@ -36,6 +36,7 @@ const CAUSES = {
   backpressure: { colour: "c6", mark: "grid", means: "the room for samples under way is used up" },
   switch: { colour: "machinery", mark: "rising", means: "another engine takes the device" },
   sync: { colour: "version", mark: "diagonal", means: "weights are on their way" },
+  tool: { colour: "c5", mark: "upright", means: "all of its episodes wait for tools or agents" },
   unused: { colour: "wait", mark: "dots", means: "nobody has this device" },
   failed: { colour: "bad", mark: "grid", means: "the device has failed" },
   setup: { colour: "faint", mark: "diagonal", means: "before the first step: loading, and what the flow does before its loop" },
