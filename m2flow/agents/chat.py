@@ -148,6 +148,8 @@ class Reply(NamedTuple):
     """Of its tokens those that the record of a repeated episode had."""
     num_cached: int = 0
     """Tokens before it that the engine found in its prefix cache, where it says so."""
+    at_ns: int = 0
+    """When the engine had made it."""
 
 
 class Asked(NamedTuple):
@@ -176,8 +178,8 @@ class Known(NamedTuple):
     """None: it had begun."""
 
 
-Passed = Callable[[int, str, int, Mapping[str, object]], None]
-"""Takes what passed in an episode and has just ended: the episode, `turn` or `tool`, when that began in ns, attributes of its span."""
+Passed = Callable[[int, str, int, int, Mapping[str, object]], None]
+"""Takes what passed in an episode and has ended: the episode, `turn` or `tool`, its start and end in ns, attributes of its span."""
 
 
 def not_recorded(*_: object) -> None:
@@ -205,8 +207,8 @@ class Link(Protocol):
     async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None:
         """Note what it gave, likewise."""
 
-    def passed(self, name: str, start_ns: int, about: Mapping[str, object]) -> None:
-        """Take a turn or a tool call that has just ended, for the trace."""
+    def passed(self, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None:
+        """Take a turn or a tool call that has ended, for the trace."""
 
 
 @dataclass(frozen=True)
@@ -470,7 +472,7 @@ class Chat:
                 about: dict[str, object] = {"label": found.name, "outcome": came}
                 if slots := found.slots(self._link.threads):
                     about |= {"slots": slots, "own_slots": found.own_slots is not None, "waited_us": (runs[0] - began) // 1000}
-                self._link.passed("tool", runs[0], about)
+                self._link.passed("tool", runs[0], time.monotonic_ns(), about)
 
     def _defused(self, message: Message) -> Message:
         """A tool's message in which no special token is written; any other one as it is."""
@@ -490,7 +492,7 @@ class Chat:
         about |= {key: value for key, value in (("conversation", self.name), ("speaker", self.by)) if value not in ("", MAIN)}
         if reply.num_cached:
             about["num_cached"] = reply.num_cached
-        self._link.passed("turn", began, about)
+        self._link.passed("turn", began, reply.at_ns, about)
 
     def _fault(self, call: ToolCall) -> str:
         known = ", ".join(self._tools) or "none"

@@ -464,8 +464,8 @@ class _Episode:
     async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None:
         await self._noted(key, {"result": outcome.text, "is_error": outcome.is_error}, has_effects)
 
-    def passed(self, name: str, start_ns: int, about: Mapping[str, object]) -> None:
-        self.host.record(self.id, name, start_ns, about)
+    def passed(self, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None:
+        self.host.record(self.id, name, start_ns, end_ns, about)
 
     async def _noted(self, key: str, what: Mapping[str, object], has_effects: bool) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -636,6 +636,8 @@ class Episodes:
         self._num_shown = 0
         self.before_turn: Callable[[TurnPlace], None] | None = None
         """Is called with each turn of this role's episodes before an engine is given it."""
+        self.stepped = (0, 0)
+        """When the engine was last asked to decode, in ns, and how many it had then."""
         self.record: Passed = not_recorded
         """Is called with each turn and tool call that has ended, on the loop's thread."""
 
@@ -778,9 +780,8 @@ class Episodes:
         turn.strand.append_turn(made, kind=kind)
         turn.episode.host._changed.add(turn.episode.id)
         had = len(made.tokens) if is_known else len(_request_of(turn).prefix)
-        self._loop.call(
-            _answer, turn.answer, Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist(), had, made.num_cached)
-        )
+        reply = Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist(), had, made.num_cached, time.monotonic_ns())
+        self._loop.call(_answer, turn.answer, reply)
 
     def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
         """Give up a turn that is not waited for any longer; its tokens so far stay in the episode."""
@@ -854,6 +855,7 @@ class Episodes:
                 self._loop.check()
             self._read()
         finished = []
+        self.stepped = time.monotonic_ns(), self._engine.num_unfinished
         for made in self._engine.step() if self._engine.num_unfinished else ():
             if (turn := self._turns.pop(made.id, None)) is None:
                 finished.append(made)
@@ -916,8 +918,7 @@ class Episodes:
     def turn_of(self, packed: int) -> TurnPlace | None:
         """The turn of an episode that an engine works on, with its tokens so far; None: none does."""
         episode = self._episodes.get(packed)
-        turn = None if episode is None else episode.waiting
-        if turn is None or turn.strand is None:
+        if (turn := None if episode is None else episode.waiting) is None or turn.strand is None:
             return None
         return _place_of(turn)._replace(num_sampled=turn.strand.num_sampled + turn.engine._engine.progress().get(packed, 0))
 
@@ -952,8 +953,7 @@ class Episodes:
             for packed, count in one._engine.progress().items():
                 if not count and packed in counts:
                     continue  # Most of many wait for their first token.
-                turn = one._turns.get(packed)
-                if turn is None:
+                if (turn := one._turns.get(packed)) is None:
                     if one is self:
                         counts[packed] = count
                 elif turn.episode.host is self and turn.asked.name not in turn.episode.recorded:

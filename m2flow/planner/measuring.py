@@ -5,9 +5,9 @@
     Measurement (Plan, ClusterSpec, Observed) of one or more runs --profile_of--> Profile
 
 A span has the time and the ledger the lengths. What ran in a decode step follows from both: a sample of L tokens that ended with step e
-was prefilled in step e - L + 1 and got a token in each step from there. So any run's trace can be measured, at no extra cost for the
-run. Limits: aborted or migrated generations leave steps whose batch is unknown; these are left out, and so is the first step of the loop,
-which allocates memory and loads code.
+was prefilled in step e - L + 1 and got a token in each step from there; so did each turn of an episode. So any run's trace can be measured,
+at no extra cost for the run. Limits: aborted or migrated generations leave steps whose batch is unknown; these are left out, and so is the
+first step of the loop, which allocates memory and loads code.
 
 A run measures the layouts of its own plan; others come from further runs. The slowdown of an engine while others work on the same host is a
 factor of its own, fitted alternately with the constants, from steps that overlap more and less.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -26,6 +26,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.micro.protocol.cost_terms import EpisodeCosts, EpisodeTurn, ToolCost
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
 from m2flow.micro.records.ledger import read_refills, read_token_counts
 from m2flow.observe.spans import Span, SpanName, sample_of, samples_of
@@ -62,20 +63,35 @@ def batches_of(
     the positions of the steps for which this is known.
 
     Args:
-        sample_spans: the spans of the samples of the engine's worker.
+        sample_spans: the spans of the samples of the engine's worker, and of the turns of those that are episodes.
         counts: sample -> (step of the flow, prompt tokens, generated tokens).
     """
     ends = np.array([span.end_ns for span in steps])
-    first, last, prompts, groups = [], [], [], []
+    starts = np.array([span.start_ns for span in steps])
+    first, last, prompts, read = list[int](), list[int](), list[int](), list[int]()
+    groups: list[int] = []
+    in_turns = {sample_of(span) for span in sample_spans if span.name == SpanName.TURN}
     for span in sample_spans:
         packed = sample_of(span)
+        if span.name == SpanName.TURN:
+            position = int(np.searchsorted(ends, span.end_ns))
+            if packed is not None and number(span, "num_tokens") and position < len(ends) and starts[position] <= span.end_ns:
+                first.append(position - number(span, "num_tokens") + 1)
+                last.append(position)
+                prompts.append(number(span, "num_prompt_tokens"))
+                read.append(prompts[-1] - number(span, "num_cached"))
+                groups.append(group_key(packed) if number(span, "turn") == 1 else -len(groups) - 1)  # First prompts are shared.
+            continue
+        if packed in in_turns:
+            continue
         position = int(np.searchsorted(ends, span.end_ns))
         if packed is not None and packed in counts and position < len(ends) and ends[position] == span.end_ns:
             first.append(position - number(span, "num_tokens") + 1)
             last.append(position)
             prompts.append(counts[packed][1])
+            read.append(counts[packed][1])
             groups.append(group_key(packed))
-    rows = _Rows(np.array(first, np.int64), np.array(last, np.int64), np.array(prompts, np.int64), np.array(groups, np.int64))
+    rows = _Rows(*(np.array(column, np.int64) for column in (first, last, prompts, read, groups)))
     running, entered, prefill, context = rows.by_step(len(steps))
     asked = np.array([number(span, "num_samples") for span in steps], np.int64)
     # Above the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
@@ -115,6 +131,8 @@ class _Rows:
     first: IntArray
     last: IntArray
     prompts: IntArray
+    read: IntArray
+    """Tokens of these that the engine had to read."""
     groups: IntArray
 
     def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -132,7 +150,7 @@ class _Rows:
         np.add.at(entered, first, 1)
         np.add.at(unread, first, self.prompts)
         _, once = np.unique(np.stack([first, self.groups]), axis=1, return_index=True)
-        np.add.at(prefill, first[once], self.prompts[once])
+        np.add.at(prefill, first[once], self.read[once])
         # A sample that entered at step f has its prompt and k - f tokens in the cache at step k; at f itself it is read, not decoded.
         context = total(self.prompts) + np.arange(num_steps) * running - total(first) - unread
         return running, entered, prefill, context
@@ -226,6 +244,7 @@ class Observed:
     """Bytes of parcels, and seconds to send them."""
     groups: list[tuple[int, list[int]]]
     """(prompt tokens, response tokens) of each group, of the steps with the flow's own lengths."""
+    episodes: EpisodeCosts = EpisodeCosts()  # noqa: RUF009
     refills: tuple[int, int] = (0, 0)
     """Groups that refills judged and kept, in the steps before the first whose lengths were set."""
 
@@ -277,7 +296,7 @@ class _Reader:
         for packed, (_, num_prompt, num_generated) in sorted(samples):
             groups.setdefault(group_key(packed), (num_prompt, []))[1].append(num_generated)
         return Observed(
-            decode=self._decode(named[SpanName.ROLLOUT_STEP], named[SpanName.SAMPLE]),
+            decode=self._decode(named[SpanName.ROLLOUT_STEP], [*named[SpanName.SAMPLE], *named[SpanName.TURN]]),
             departures=self._departures(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND]),
             entering=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.ROLLOUT_STEP),
             update=self._passes(named[SpanName.TRAIN_ACCUMULATE]),
@@ -297,6 +316,7 @@ class _Reader:
                 np.array([s.duration_s for s in named[SpanName.SEND]]),
             ),
             groups=list(groups.values()),
+            episodes=episodes_of(named[SpanName.SAMPLE], named[SpanName.TURN], named[SpanName.TOOL]),
         )
 
     def _decode(self, steps: Sequence[Span], sample_spans: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
@@ -406,6 +426,60 @@ class _Reader:
         return shares
 
 
+def episodes_of(stays: Sequence[Span], turns: Sequence[Span], tools: Sequence[Span]) -> EpisodeCosts:
+    """Read the episodes that were played in one piece: their turns, and what passed after each."""
+    by_sample: dict[int | None, tuple[list[Span], list[Span]]] = defaultdict(lambda: ([], []))
+    for at, spans in enumerate((turns, tools)):
+        for span in spans:
+            by_sample[sample_of(span)][at].append(span)
+    whole = [
+        one
+        for one in stays
+        if not number(one, "had") and one.attributes.get("finish") in ("stop", "length") and by_sample.get(sample_of(one))
+    ]
+    kept = [whole[at * len(whole) // _MOST_EPISODES] for at in range(_MOST_EPISODES)] if len(whole) > _MOST_EPISODES else whole
+    episodes = tuple(tuple(_played(one, *by_sample[sample_of(one)])) for one in kept if by_sample[sample_of(one)][0])
+    by_tool: dict[str, list[Span]] = defaultdict(list)
+    for span in tools:
+        by_tool[str(span.attributes.get("label", ""))].append(span)
+    return EpisodeCosts(
+        episodes,
+        tuple(
+            ToolCost(
+                name,
+                tuple(np.quantile([span.duration_s for span in spans], np.linspace(0, 1, _NUM_QUANTILES)).tolist()),
+                len(spans),
+                number(spans[0], "slots"),
+                not spans[0].attributes.get("own_slots", False),
+            )
+            for name, spans in sorted(by_tool.items())
+        ),
+    )
+
+
+def _played(stay: Span, turns: Sequence[Span], tools: Sequence[Span]) -> Iterator[EpisodeTurn]:
+    """The turns of an episode in order, of which an engine has one at a time, and what its agent waited for after each."""
+    turns, tools = (sorted(spans, key=lambda span: span.start_ns) for spans in (turns, tools))
+    begins = [stay.start_ns, *[span.end_ns for span in turns]]
+    ends = [*[span.start_ns for span in turns], stay.end_ns]
+    for at, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        calls: list[list[Span]] = []
+        until = 0
+        for span in tools:
+            if (begin <= span.start_ns < end) or (at == len(turns) and span.start_ns >= begin):
+                calls = [*calls, [span]] if span.start_ns >= until else [*calls[:-1], [*calls[-1], span]]
+                until = max(until, span.end_ns)
+        passed = sum(max(number(one, "waited_us") * 1000 + one.end_ns - one.start_ns for one in once) for once in calls)
+        made = turns[at - 1] if at else None
+        yield EpisodeTurn(
+            number(made, "num_tokens") if made else 0,
+            number(made, "num_prompt_tokens") - number(made, "num_cached") if made else 0,
+            tuple(tuple((str(one.attributes.get("label", "")), one.duration_s) for one in once) for once in calls),
+            max(end - begin - passed, 0) / 1e9,
+        )
+
+
+_MOST_EPISODES = 1000
 _MOST_GAP_NS = 50_000_000
 """Gaps longer than this have another cause and are ignored."""
 _PROMPT_STARTS = (SpanName.SWITCH, SpanName.WEIGHTS_PUBLISH, SpanName.WEIGHTS_LOAD, SpanName.FUNCTION_CALL)
@@ -526,6 +600,7 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
         icc=float(log_length_icc([answers for _, answers in groups]).icc),
         draws_per_group=num_judged / num_kept if num_kept else 0.0,
         load=round(load, 2),
+        episodes=next((run.observed.episodes for run in runs if run.observed.episodes.episodes), EpisodeCosts()),
     )
 
 
@@ -600,7 +675,7 @@ def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tu
         step_s += left.between_s
         handover_s, leave_s = fit(np.stack([np.ones(len(left.num_samples)), left.num_samples], 1), np.maximum(left.seconds, 1e-6))[0]
     num, seconds = seen.entering.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
-    is_new = num > 0
+    is_new = num > 0 if not seen.episodes.episodes else np.zeros(len(num), np.bool_)  # What comes before a first turn is its agent's.
     asking = np.maximum(seconds[is_new] - hop_s, 0.0) / num[is_new]
     is_decode = steps.decoding > 0
     total = float(steps.decoding[is_decode].sum())

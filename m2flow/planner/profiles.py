@@ -48,6 +48,7 @@ from m2flow.micro.protocol.cost_terms import (
     DecodeCost,
     EngineId,
     EngineKind,
+    EpisodeCosts,
     Footprint,
     FunctionCost,
     Layout,
@@ -355,6 +356,8 @@ class Profile(msgspec.Struct, frozen=True):
     load: float = 0.0
     """Load average of the machine when the measurement began."""
     version: int = VERSION
+    episodes: EpisodeCosts = EpisodeCosts()
+    """Episodes of agents: their turns, and what their tools take."""
     attained: Overrides = {}
     """What engines attain (`m2flow.planner.pools.Attained`), where a file by hand says so."""
 
@@ -384,6 +387,7 @@ class Profile(msgspec.Struct, frozen=True):
             turn_s=newer.turn_s or self.turn_s,
             startup_s=newer.startup_s or self.startup_s,
             draws_per_group=newer.draws_per_group or self.draws_per_group,
+            episodes=newer.episodes if newer.episodes.episodes else self.episodes,
         )
 
     def function(self, call: str) -> MeasuredFunction | None:
@@ -471,6 +475,14 @@ class Profile(msgspec.Struct, frozen=True):
         for sync in self.syncs:
             seconds, means = sync.publish_s + sync.load_s, f"measured: mean of {sync.num}, {sync.num_bytes:,} bytes, with checksums"
             found[f"{sync.role}.sync_s ({sync.transport})"] = Constant(seconds, "s", means)
+        for tool in self.episodes.tools:
+            found[f"{tool.name}.tool_s"] = Constant(FunctionCost(tool.quantiles_s).mean_s, "s", f"measured: {tool.num} calls in episodes")
+        if self.episodes.episodes:
+            turns = [sum(turn.num_tokens > 0 for turn in one) for one in self.episodes.episodes]
+            source = f"measured: {len(turns)} episodes"
+            found["episode.turns"] = Constant(sum(turns) / len(turns), "", source)
+            tokens = sum(turn.num_tokens for one in self.episodes.episodes for turn in one)
+            found["episode.turn_tokens"] = Constant(tokens / max(sum(turns), 1), "tokens", source)
         found["hop_s"] = Constant(self.hop_s, "s", "measured: median pause between a task's end and the start of what waited for it")
         found["turn_s"] = Constant(self.turn_s, "s", "measured: mean pause between steps, beyond hop_s")
         found["byte_s"] = Constant(self.byte_s, "s/byte", "measured: parcels of samples, by size")
@@ -504,7 +516,9 @@ def read_profile(path: Path) -> Profile:
     if head.version != VERSION:
         raise SpecError(f"the profile {file} has the format {head.version}; this m2flow reads {VERSION}", now="Measure again.")
     missing = (
-        set(Profile.__struct_fields__) - {"load", "version", "attained"} - msgspec.json.decode(text, type=dict[str, msgspec.Raw]).keys()
+        set(Profile.__struct_fields__)
+        - {"load", "version", "attained", "episodes"}
+        - msgspec.json.decode(text, type=dict[str, msgspec.Raw]).keys()
     )
     if missing:
         raise SpecError(f"{file} is a damaged profile: it has no {', '.join(sorted(missing))}", now="Measure again.")
@@ -638,6 +652,9 @@ class ProfiledCosts(Costs):
     def function(self, call: str) -> FunctionCost:
         found = self.profile.function(call.partition("@")[0])
         return self.modelled.function(call) if found is None else FunctionCost(found.quantiles_s, found.concurrency, found.task_s)
+
+    def episodes(self) -> EpisodeCosts:
+        return self.profile.episodes
 
     def draws_per_group(self) -> float:
         return self.profile.draws_per_group or self.modelled.draws_per_group()

@@ -27,6 +27,7 @@ from m2flow.micro.protocol.cost_terms import (
     DecodeCost,
     EngineId,
     EngineKind,
+    EpisodeCosts,
     Footprint,
     FunctionCost,
     Layout,
@@ -160,6 +161,9 @@ class Relaxed(Costs):
 
     def function(self, call: str) -> FunctionCost:
         return self._costs.function(call)
+
+    def episodes(self) -> EpisodeCosts:
+        return self._costs.episodes()
 
     def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
         return self._costs.footprint(engine, pool, layout)

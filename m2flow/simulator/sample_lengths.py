@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import final
 
+import msgspec
 import numpy as np
 
 from m2flow.macro.columns import Positions
 from m2flow.macro.graph import Call
 from m2flow.macro.tail_batching import Answered, Unanswered
+from m2flow.micro.protocol.cost_terms import EpisodeCosts, EpisodeTurn
 from m2flow.recipe import Sampling
 from m2flow.rollout_scheduling.lengths import IntArray, Lengths
 from m2flow.samples import SampleId, keyed_bits
@@ -98,9 +100,11 @@ class Drawn:
         draws_per_group: float = 1.0,
         trained: frozenset[str] = frozenset(),
         limit: int = 0,
+        episodes: EpisodeCosts = EpisodeCosts(),  # noqa: B008
     ) -> None:
         """
         Args:
+            episodes: those that samples of agents are like.
             kept: share of units that a filter or a refill keeps, by role or call name; by default a filter keeps all.
             draws_per_group: how many groups a refill judges for each that it keeps, where `kept` says nothing.
             trained: roles that the program trains.
@@ -112,6 +116,8 @@ class Drawn:
         self._seed = seed
         self._kept = kept or {}
         self._share_of_refills = 1.0 / draws_per_group
+        self._episodes = episodes.episodes
+        self._totals = np.array([sum(turn.num_tokens for turn in one) for one in episodes.episodes], np.int64)
         self._rounds = Rounds()
         self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
         self._num_of_step: dict[int, int] = {}
@@ -142,6 +148,24 @@ class Drawn:
         """Tokens that a sample generates in all."""
         who = self._rounds.origin(packed)
         return int(self._by_call[who.call][1][who.prompt, who.index])
+
+    def turns(self, packed: int, had: int) -> tuple[EpisodeTurn, ...]:
+        """The turns of an episode that has so many tokens already: those of a recorded one of about as many, stretched to as many."""
+        if not self._episodes:
+            return ()
+        num_tokens = self.response_tokens(packed)
+        apart = np.abs(self._totals - num_tokens)
+        alike = np.flatnonzero(apart == apart.min())
+        found = self._episodes[int(alike[int(self.uniform("episode", packed) * len(alike))])]
+        left, gone, turns = num_tokens, had, list[EpisodeTurn]()
+        last = max((at for at, turn in enumerate(found) if turn.num_tokens), default=len(found) - 1)
+        for at, turn in enumerate(found):
+            own = left if at == last else min(turn.num_tokens, left)
+            left -= own
+            if gone < own or (gone == own and not had):
+                turns.append(msgspec.structs.replace(turn, num_tokens=own - gone, prefill_tokens=turn.prefill_tokens + gone))
+            gone = max(gone - own, 0)
+        return tuple(turns)
 
     def prompt_tokens(self, packed: int) -> int:
         who = self._rounds.origin(packed)

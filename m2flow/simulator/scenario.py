@@ -33,7 +33,7 @@ from m2flow.micro.protocol.plan import Choice, Mode, Plan, names_text
 from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.rundir import write_plan
 from m2flow.observe.perfetto import write_trace
-from m2flow.observe.spans import SpanBlock, SpanName, plain_attributes
+from m2flow.observe.spans import FOR_AGENTS, SpanBlock, SpanName, plain_attributes
 from m2flow.observe.store import TraceStore
 from m2flow.planner.planning import Question, is_searched, question_of
 from m2flow.planner.problem import pin_of
@@ -323,6 +323,8 @@ def blocks_of(outcome: Outcome) -> Iterable[SpanBlock]:
             tasks.setdefault(done.worker, []).append(found)
     for worker, runs in history.sample_runs.items():
         spans = [*tasks.get(worker, []), *_turns(runs), *(_span_of(run, history.calls[run.call]) for run in runs if run.begun >= 0)]
+        spans += [span for run in runs for span in _parts_of(run)]
+        spans += [(SpanName.WAIT, _ns(start), _ns(end), {"label": FOR_AGENTS}) for start, end in history.rested.get(worker, [])]
         if spans:
             yield SpanBlock(worker, 0, [(name, start, end, plain_attributes(about)) for name, start, end, about in spans], [])
 
@@ -354,14 +356,23 @@ def _turns(runs: Sequence[SampleRun]) -> Iterable[_Span]:
     """A span for each stretch of time in which the number of decoding samples is constant."""
     changes: Counter[int] = Counter()
     for run in runs:
-        if run.begun >= 0:
-            changes[_ns(run.begun_s)] += 1
-            changes[_ns(run.ended_s)] -= 1
+        for begun_s, ended_s in run.stays or [(run.begun_s, run.ended_s)] * (run.begun >= 0):
+            changes[_ns(begun_s)] += 1
+            changes[_ns(ended_s)] -= 1
     running = 0
     for start, end in itertools.pairwise(sorted(changes)):
         running += changes[start]
         if running > 0:
             yield SpanName.ROLLOUT_STEP, start, end, {"num_samples": running}
+
+
+def _parts_of(run: SampleRun) -> Iterator[_Span]:
+    """The turns and tool calls of an episode."""
+    about = {"call": run.call, "sample": run.id}
+    for at, (begun_s, ended_s) in enumerate(run.stays, 1):
+        yield SpanName.TURN, _ns(begun_s), _ns(ended_s), {**about, "turn": at, "num_tokens": run.spoken[at - 1]}
+    for name, begun_s, ended_s in run.called:
+        yield SpanName.TOOL, _ns(begun_s), _ns(ended_s), {**about, "label": name, "outcome": "ok"}
 
 
 def _span_of(run: SampleRun, call: Call) -> _Span:

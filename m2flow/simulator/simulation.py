@@ -53,7 +53,7 @@ from m2flow.micro.controller.controller_core import (
 from m2flow.micro.lowering.passes import Lowering
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.cost_terms import FunctionCost
+from m2flow.micro.protocol.cost_terms import FunctionCost, ToolCost
 from m2flow.micro.protocol.events import (
     CONTROLLER,
     LEDGER,
@@ -548,6 +548,8 @@ class History:
     num_devices: int
     without_groups: bool = False
     """Whether samples were trained on without waiting for their siblings."""
+    rested: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """Worker -> when it had episodes and nothing to decode, since all waited for tools or agents; in seconds."""
 
 
 @final
@@ -565,6 +567,7 @@ class Simulation:
         function_cost: Callable[[Call], FunctionCost | None],
         hop_s: Callable[[float, str, str], float],
         message_s: float = 0.0,
+        tools: Iterable[ToolCost] = (),
         slowdown: Slowdown = undisturbed,
         failures: Iterable[Failure] = (),
         without_groups: bool = False,
@@ -572,6 +575,7 @@ class Simulation:
         self._without_groups = without_groups
         self.clock = Clock()
         self.drawn = drawn
+        self.tools = {one.name: one for one in tools}
         pools = {name: machine.pool for name, machine in machines.items()}
         self.rows = RowTimes(lambda num_bytes, source, target: hop_s(num_bytes, pools.get(source, ""), pools.get(target, "")))
         self._program = program
@@ -646,6 +650,7 @@ class Simulation:
             self.clock.num_events,
             self._usage.num_devices,
             self._without_groups,
+            {name: [(start_s, end_s) for start_s, end_s in worker.rested] for name, worker in self._workers.items()},
         )
 
     # ---- what workers see of the run (`Surroundings`)
@@ -734,6 +739,14 @@ class Simulation:
         elif before and not self._num_sample_runs[worker]:
             self._usage.end(worker, "work")
             self._changes_pace(worker, "rollout", -1)
+
+    def rests(self, worker: str, is_resting: bool) -> None:
+        old: State
+        new: State
+        old, new = ("work", "tool") if is_resting else ("tool", "work")
+        self._usage.begin(worker, new)
+        self._usage.end(worker, old)
+        self._changes_pace(worker, "rollout", -1 if is_resting else 1)
 
     def _works(self, worker: str, task: m.Task, by: int) -> None:
         if not isinstance(task, m.LoadWeights | m.PublishWeights):

@@ -79,7 +79,15 @@ def simulate(
     trained = frozenset(call.role for call in program.graph.calls if call.method == "update")
     plan = with_paces(plan, spec, costs)
     limits = [sampling.max_new_tokens for call in program.graph.calls if isinstance(sampling := call.options.get("sampling"), Sampling)]
-    drawn = Drawn(lengths, seed, kept=kept, draws_per_group=costs.draws_per_group(), trained=trained, limit=max(limits, default=0))
+    drawn = Drawn(
+        lengths,
+        seed,
+        kept=kept,
+        draws_per_group=costs.draws_per_group(),
+        trained=trained,
+        limit=max(limits, default=0),
+        episodes=costs.episodes(),
+    )
     simulation = Simulation(
         program,
         plan,
@@ -89,6 +97,7 @@ def simulate(
         function_cost=lambda call: costs.function(call.name),
         hop_s=costs.hop_s,
         message_s=costs.message_s(),
+        tools=costs.episodes().tools,
         failures=failures,
         without_groups=without_groups,
         slowdown=lambda kind, beside: 1.0 if kind == "function" else costs.slowdown(kind, beside),

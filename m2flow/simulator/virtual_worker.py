@@ -16,14 +16,14 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, final, get_args
 
 from m2flow.channels.weights import Manifest
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, TrainCost
+from m2flow.micro.protocol.cost_terms import DecodeCost, EpisodeTurn, FunctionCost, ToolCost, TrainCost
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent
 from m2flow.micro.protocol.worker_state import ROLLOUT, stopped_at, worker_of
 from m2flow.micro.worker.task_queue import Answer, TaskQueue
@@ -171,7 +171,8 @@ _NEAR = 1e-9
 class SampleRun:
     """A sample on a simulated worker, until it ends or leaves.
 
-    `begun` and `ended` are in turns, not seconds: they give the number of tokens of any part of it.
+    `begun` and `ended` are in turns, not seconds: they give the number of tokens of any part of it. Of an episode that was away `begun` is
+    later by as many turns, so that they give it from there on.
     """
 
     id: int
@@ -197,6 +198,24 @@ class SampleRun:
     """Its tokens from earlier workers or turns, which it goes on from."""
     is_over: bool = False
     """Whether it has ended or been given up."""
+    episode: deque[EpisodeTurn] = field(default_factory=deque)
+    """Of an episode: its turns from the one on that it is in."""
+    is_away: bool = False
+    """Whether it waits for tools or its agent, and is in no batch."""
+    since: float = 0.0
+    """The count of turns since when it is away."""
+    is_decoding: bool = False
+    stays: list[tuple[float, float]] = field(default_factory=list)
+    """Of an episode: when it came into the batch and left it, in seconds."""
+    spoken: list[int] = field(default_factory=list)
+    """Tokens of each of these turns, if nothing stops it."""
+    called: list[tuple[str, float, float]] = field(default_factory=list)
+    """The tools that it called, each with its start and end in seconds."""
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of the turn that it is in."""
+        return self.episode[0].num_tokens if self.episode else self.num_tokens
 
     def version_spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
         """The version spans of all its tokens, if `num_tokens` of these were made here."""
@@ -210,6 +229,7 @@ class SampleRun:
         if self.begun < 0:
             return 0.0
         last = turn if self.ended < 0 else min(turn, self.ended)
+        last = last if self.is_decoding or not self.stays else min(last, self.since)
         return min(max(last - self.begun, 0.0), float(self.num_tokens))
 
 
@@ -238,6 +258,13 @@ class Decoding:
         self._turn_s = 0.0
         self._pace = 1.0
         self._num_added = 0
+        self.num_away = 0
+        """Episodes that wait for tools or their agents."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to decode, since all episodes are away."""
+        return self.num_away > 0 and not self.num_running and not any(self._waiting.values())
 
     @property
     def num_running(self) -> int:
@@ -250,8 +277,8 @@ class Decoding:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sample decodes or waits."""
-        return not self.num_running and not any(self._waiting.values())
+        """Whether no sample decodes or waits, nor is away."""
+        return not self.num_running and not self.num_away and not any(self._waiting.values())
 
     def add(self, runs: Iterable[SampleRun], now_s: float) -> None:
         """Add samples; those that there is room for begin."""
@@ -259,6 +286,23 @@ class Decoding:
         for run in runs:
             self._waiting[run.role].append(run)
         self._admit(now_s)
+
+    def leave(self, run: SampleRun) -> None:
+        """Note that an episode waits for tools, or its agent."""
+        run.is_away, run.since = True, self.turns
+        self.num_away += 1
+
+    def come_back(self, run: SampleRun, now_s: float) -> bool:
+        """Have an episode go on with its next turn, or end it if there is none; returns whether it ended."""
+        self.advance(now_s)
+        run.is_away = False
+        self.num_away -= 1
+        if run.episode:
+            self._waiting[run.role].append(run)
+        else:
+            run.ended, run.ended_s, run.is_over = run.since, now_s, True
+        self._admit(now_s)
+        return run.is_over
 
     def hold(self, seconds: float, now_s: float) -> None:
         """Delay decoding by other work of the process."""
@@ -284,7 +328,7 @@ class Decoding:
         return None if nearest is None else self._last_s + self._held_s + max(nearest - self.turns, 0.0) * self._turn_s
 
     def finished(self, now_s: float) -> list[SampleRun]:
-        """Remove and return the samples that end now, at the time of `next_s`."""
+        """Remove and return the samples that end now, at the time of `next_s`, and the episodes whose turn does, which are away then."""
         nearest = min(heap[0][0] for heap in self._live_heaps())
         self._last_s, self._held_s, self.turns = now_s, 0.0, max(nearest, self.turns)
         ended: list[tuple[int, SampleRun]] = []
@@ -292,7 +336,10 @@ class Decoding:
             while heap and (heap[0][2].is_over or heap[0][0] <= self.turns + _NEAR):
                 _, number, run = heapq.heappop(heap)
                 if not run.is_over:
-                    self._end(run, now_s)
+                    if run.episode:
+                        self._end_turn(run, now_s)
+                    else:
+                        self._end(run, now_s)
                     ended.append((number, run))
         self._admit(now_s)
         return [run for _, run in sorted(ended, key=lambda pair: pair[0])]
@@ -301,10 +348,13 @@ class Decoding:
         """Abort samples; `ended` keeps the tokens that they have."""
         self.advance(now_s)
         for run in runs:
-            if run.begun >= 0:
+            if run.is_decoding:
                 self._end(run, now_s)
-            else:
-                run.is_over = True
+            elif run.begun >= 0:
+                run.ended, run.ended_s, run.is_over = run.since, now_s, True
+            run.is_over = True
+            self.num_away -= run.is_away
+            run.is_away = False
         for role, waiting in self._waiting.items():
             self._waiting[role] = deque(run for run in waiting if not run.is_over)
         self._admit(now_s)
@@ -320,18 +370,35 @@ class Decoding:
 
     def _end(self, run: SampleRun, now_s: float) -> None:
         run.ended, run.ended_s, run.is_over = self.turns, now_s, True
+        self._out_of_batch(run, now_s)
+
+    def _end_turn(self, run: SampleRun, now_s: float) -> None:
+        self._out_of_batch(run, now_s)
+        self.leave(run)
+
+    def _out_of_batch(self, run: SampleRun, now_s: float) -> None:
+        run.is_decoding, run.since = False, self.turns
         self._num_running[run.role] -= 1
+        if run.stays:
+            run.stays[-1] = run.stays[-1][0], now_s
 
     def _admit(self, now_s: float) -> None:
         for role, waiting in self._waiting.items():
             cost = self._costs[role]
             while waiting and self._num_running[role] < cost.max_running:
                 run = waiting.popleft()
-                run.begun, run.begun_s = self.turns, now_s
-                self._held_s += cost.enter_s + run.prefill_tokens * cost.prefill_token_s
+                if run.begun < 0:
+                    run.begun, run.begun_s, prefill = self.turns, now_s, run.prefill_tokens
+                else:
+                    run.begun, prefill = run.begun + self.turns - run.since, run.episode[0].prefill_tokens
+                run.is_decoding = True
+                if run.episode:
+                    run.stays.append((now_s, now_s))
+                    run.spoken.append(run.ahead)
+                self._held_s += cost.enter_s + prefill * cost.prefill_token_s
                 self._num_added += 1
                 self._num_running[role] += 1
-                heapq.heappush(self._running[role], (self.turns + run.num_tokens, self._num_added, run))
+                heapq.heappush(self._running[role], (self.turns + run.ahead, self._num_added, run))
         self._turn_s = self._pace * sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
         if not self._turn_s:
             self._held_s = 0.0  # Prefill of samples that were all given up.
@@ -375,6 +442,12 @@ class Surroundings(Protocol):
     def keep(self, ids: Iterable[int], version_spans: Iterable[tuple[VersionSpan, ...]]) -> None:
         """Note samples that were stopped and may go on."""
 
+    @property
+    def tools(self) -> Mapping[str, ToolCost]: ...
+
+    def rests(self, worker: str, is_resting: bool) -> None:
+        """Note that a worker that has samples has none to decode now, since all are episodes that wait; or has some again."""
+
     def generating(self, worker: str, num_runs: int) -> None:
         """Add to the number of samples that the worker has, waiting ones included."""
 
@@ -417,6 +490,11 @@ class VirtualWorker:
         self._held: dict[str, int] = {}
         self._finished: list[SampleRun] = []
         """Finished samples that wait for others, to be reported together."""
+        self.rested: list[list[float]] = []
+        """When it had episodes and nothing to decode: starts and ends in seconds."""
+        self._is_resting = False
+        self._slots: dict[str, list[float]] = {}
+        """Slots of a tool, or those that several share (empty name): when each is free, a heap."""
         self._left_s = float("-inf")
         self._handlers: Mapping[type, Callable[[m.Task], float]] = {
             m.RunFunction: self._perform_s,
@@ -457,6 +535,7 @@ class VirtualWorker:
         for run in runs:
             run.is_wasted = True
         self.decoding.give_up(runs, self._around.clock.now_s)
+        self._note_rest()
         self._around.generating(self.name, -len(runs))
         self._running.clear()
         self._alarm += 1
@@ -630,14 +709,58 @@ class VirtualWorker:
             left = max(around.drawn.response_tokens(row) - had, 1)
             run = SampleRun(row, role, task.call, task.number, left, prefill + had, around.clock.now_s)
             run.version, run.before = self._held.get(role, 0), before
+            if "agent" in around.call(task.call).options:
+                run.episode.extend(around.drawn.turns(row, had))
             runs[row] = run
         self.sample_runs += runs.values()
         self._running.update(runs)
         self._tasks.began(task)
         self._report_later()
         around.generating(self.name, len(runs))
-        self.decoding.add(runs.values(), around.clock.now_s)
+        away = [run for run in runs.values() if run.episode and not run.episode[0].num_tokens]
+        self.decoding.add((run for run in runs.values() if not run.episode or run.episode[0].num_tokens), around.clock.now_s)
+        for run in away:  # Their agents do something else before their first turn.
+            self.decoding.leave(run)
+            self._wait_for_tools(run)
+        self._note_rest()
         self._set_alarm()
+
+    def _wait_for_tools(self, run: SampleRun) -> None:
+        """Have an episode come back when what its agent waits for after its turn is over."""
+        turn, when_s = run.episode.popleft(), self._around.clock.now_s
+        for at_once in turn.calls:
+            when_s = max([when_s, *[self._called(run, name, seconds, when_s) for name, seconds in at_once]])
+        self._around.clock.at(when_s + turn.rest_s, lambda: self._come_back(run))
+
+    def _called(self, run: SampleRun, name: str, seconds: float, now_s: float) -> float:
+        """When a tool call is over, which may wait for a slot."""
+        tool, start_s = self._around.tools.get(name), now_s
+        seconds *= tool.factor if tool is not None else 1.0
+        if tool is not None and tool.slots:
+            slots = self._slots.setdefault("" if tool.shares_slots else name, [0.0] * tool.slots)
+            start_s = max(now_s, slots[0])
+            heapq.heapreplace(slots, start_s + seconds)
+        run.called.append((name, start_s, start_s + seconds))
+        return start_s + seconds
+
+    def _come_back(self, run: SampleRun) -> None:
+        if run.is_over or self.is_lost:
+            return
+        clock = self._around.clock
+        if self.decoding.come_back(run, clock.now_s):
+            self._finished.append(run)
+            self._gather()
+        self._note_rest()
+        self._set_alarm()
+
+    def _note_rest(self) -> None:
+        if self.decoding.rests != self._is_resting:
+            self._is_resting, now_s = not self._is_resting, self._around.clock.now_s
+            if self._is_resting:
+                self.rested.append([now_s, now_s])
+            else:
+                self.rested[-1][1] = now_s
+            self._around.rests(self.name, self._is_resting)
 
     def _report_later(self) -> None:
         """Schedule a load report after so many turns."""
@@ -669,14 +792,23 @@ class VirtualWorker:
     def _finish(self, alarm: int) -> None:
         if alarm != self._alarm:
             return
+        ended = self.decoding.finished(self._around.clock.now_s)
+        self._finished += [run for run in ended if run.is_over]
+        for run in ended:
+            if not run.is_over:
+                self._wait_for_tools(run)
+        self._gather()
+        self._note_rest()
+        self._set_alarm()
+
+    def _gather(self) -> None:
+        """Report finished samples, now or with others."""
         clock = self._around.clock
-        self._finished += self.decoding.finished(clock.now_s)
         gather_s = max((self.machine.decode[run.role].gather_s for run in self._finished), default=0.0)
         if self.decoding.is_empty or clock.now_s - self._left_s >= gather_s:
             self._hand_over()
         else:
             clock.at(self._left_s + gather_s, self._hand_over)
-        self._set_alarm()
 
     def _hand_over(self) -> None:
         """Report finished samples, which takes the process some time."""
@@ -752,6 +884,7 @@ class VirtualWorker:
         runs = [self._running.pop(row) for row in ids]
         found = [(run.id, run.version_spans(int(run.tokens_until(turns)))) for run in runs if run.tokens_until(turns) >= 1 or run.before]
         self.decoding.give_up(runs, around.clock.now_s)
+        self._note_rest()
         around.generating(self.name, -len(runs))
         self._set_alarm()
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
@@ -770,6 +903,7 @@ class VirtualWorker:
                 del self._running[run.id]
                 found.append((run.id, run.version_spans(int(run.tokens_until(turns)))))
             self.decoding.give_up(kept, now_s)
+            self._note_rest()
             around.generating(self.name, -len(kept))
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
 
@@ -779,6 +913,7 @@ class VirtualWorker:
                 run.is_wasted = True
                 del self._running[run.id]
             self.decoding.give_up(runs, self._around.clock.now_s)
+            self._note_rest()
             self._around.generating(self.name, -len(runs))
         self._set_alarm()
 

@@ -155,6 +155,45 @@ class FunctionCost(msgspec.Struct, frozen=True):
         return quantiles[low] + (position - low) * (quantiles[low + 1] - quantiles[low])
 
 
+class EpisodeTurn(msgspec.Struct, frozen=True):
+    """A turn of an episode that was recorded, and what its agent waited for after it."""
+
+    num_tokens: int
+    """Generated; 0: what came before the first turn."""
+    prefill_tokens: int = 0
+    """Tokens before it that the engine had to read."""
+    calls: tuple[tuple[tuple[str, float], ...], ...] = ()
+    """Tool calls after it, those at once together, each with its seconds without those for a slot."""
+    rest_s: float = 0.0
+    """What else passed until the next turn, or the end: the agent's own time."""
+
+
+class ToolCost(msgspec.Struct, frozen=True):
+    """What the calls of a tool take."""
+
+    name: str
+    quantiles_s: tuple[float, ...]
+    """Latency at evenly spaced probabilities from 0 to 1, without that for a slot."""
+    num: int
+    """Calls that were measured."""
+    slots: int = 0
+    """Calls at once in a process; 0: as many as are asked for."""
+    shares_slots: bool = True
+    """Whether other tools have the same slots: those that are plain functions."""
+    factor: float = 1.0
+    """What its latency is multiplied by, in a simulation of a faster one."""
+
+
+class EpisodeCosts(msgspec.Struct, frozen=True):
+    """Episodes of one flow as they were recorded, and the tools that they called."""
+
+    episodes: tuple[tuple[EpisodeTurn, ...], ...] = ()
+    tools: tuple[ToolCost, ...] = ()
+
+    def tool(self, name: str) -> ToolCost | None:
+        return next((one for one in self.tools if one.name == name), None)
+
+
 class Footprint(msgspec.Struct, frozen=True):
     """Bytes on each device of an engine, by class of tensor."""
 
@@ -239,6 +278,10 @@ class Costs(ABC):
     @abstractmethod
     def function(self, call: str) -> FunctionCost:
         """Return the cost of a call on functions, by its name (`reward.score`)."""
+
+    def episodes(self) -> EpisodeCosts:
+        """Return recorded episodes; none where nobody measured any, so that a simulated episode is one turn."""
+        return EpisodeCosts()
 
     @abstractmethod
     def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint: ...

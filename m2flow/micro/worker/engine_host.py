@@ -397,11 +397,11 @@ class EngineHost:
             self._episodes[role].record = self._passed
         return self._episodes[role]
 
-    def _passed(self, packed: int, name: str, start_ns: int, about: Mapping[str, object]) -> None:
-        """Record a turn or a tool call of an episode, which ends now, on the thread of agents."""
+    def _passed(self, packed: int, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None:
+        """Record a turn or a tool call of an episode, on the thread of agents."""
         growing = self._inflight.get(packed)
         if growing is not None:
-            self._sample_spans.part(growing.call.ordinal, packed, name, start_ns, about)
+            self._sample_spans.part(growing.call.ordinal, packed, name, start_ns, end_ns, about)
 
     # Speakers in other processes, and turns of others' episodes
 
@@ -478,6 +478,8 @@ class EngineHost:
                 start, num_running = now_ns(), engine.num_unfinished
                 finished = self._guests.keep(generator.step())
                 end = now_ns()
+                if isinstance(generator, Episodes):
+                    start, num_running = generator.stepped
                 if num_running:
                     self._sample_spans.stepped(role, start, end, num_running, engine.version)
                 self._waits_for_agents(start, end, is_waiting=not (finished or any(one.num_unfinished for one in self._rollout.values())))

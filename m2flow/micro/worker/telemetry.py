@@ -71,10 +71,10 @@ class SampleSpans:
             call, generated.id, start_ns, end_ns, generated.num_sampled, version, generated.finish.name.lower(), had, waited_us, about
         )
 
-    def part(self, call: int, packed: int, name: str, start_ns: int, about: Mapping[str, object]) -> None:
-        """Record a turn or a tool call of an episode, which ends now. Any thread may call this."""
+    def part(self, call: int, packed: int, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None:
+        """Record a turn or a tool call of an episode. Any thread may call this."""
         if self._is_kept(packed):
-            self._recorder.add(name, start_ns, now_ns(), call=call, sample=packed, **about)
+            self._recorder.add(name, start_ns, end_ns, call=call, sample=packed, **about)
 
     def given_up(self, call: int, packed: int, start_ns: int, num_tokens: int, version: int, *, had: int, waited_us: int) -> None:
         """Record a sample that leaves the engine and is not resumed."""
