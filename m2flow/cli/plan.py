@@ -536,6 +536,7 @@ def simulate_flow_command(
       m2flow simulate flows/grpo.py --lengths runs/grpo-20260102-030405 --compare
       m2flow simulate plan.json --lengths dapo-qwen2.5-32b,cap=8    what m2flow plan --out wrote: its flow, options and cluster
     """
+    from m2flow.planner.planning import UNKNOWN_TOOLS
     from m2flow.planner.profiles import read_profile
     from m2flow.simulator.ablation import NUM_STEPS
 
@@ -548,6 +549,8 @@ def simulate_flow_command(
     for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)
     scenario = prepared(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)
+    if UNKNOWN_TOOLS in scenario.question.doubts:
+        click.echo(f"note: {UNKNOWN_TOOLS}", err=True)
     if sweep is not None:
         show_sweep(scenario, sweep, png or Path("sweep.png"), as_json=as_json)
         return

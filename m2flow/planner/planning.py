@@ -73,6 +73,10 @@ class Question:
         return find_plan(self.workload, self.lengths, self.costs, spec or self.spec, is_alone=is_alone, check=self.check)
 
 
+UNKNOWN_TOOLS = "what the agents' tools take is not known, so each episode counts as one turn; a profile of a run that played some knows it"
+"""A doubt about simulated and predicted times of flows with agents."""
+
+
 def is_searched(spec: ClusterSpec, models: Mapping[str, Model]) -> bool:
     """Whether the search chooses the placement. A flow without models has nothing to place: functions go by the spec."""
     return bool(models) and (bool(spec.pools) or spec.placement == "auto")
@@ -142,7 +146,9 @@ def question_of(
     found, cuts = _within_limits(known or _assumed(workload), workload, shapes, given=lengths if isinstance(lengths, str) else "")
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
     costs = ProfiledCosts(measured, modelled) if measured else modelled
-    doubts = (*cuts, *(measured.doubts(spec) if measured else ()))
+    has_agents = any("agent" in call.options for call in graph.calls)
+    blind = (UNKNOWN_TOOLS,) if has_agents and not costs.episodes().episodes else ()
+    doubts = (*cuts, *(measured.doubts(spec) if measured else ()), *blind)
     return Question(workload, found, known is not None, costs, spec, doubts, partial(_lowered, graph, models, spec, copies))
 
 

@@ -4,13 +4,14 @@
 
 The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator. Its first steps are simulated as the run
 was placed and with one thing changed: another placement, older weights, more processes or more concurrency for functions, larger decode
-batches, rollout policies, and steps that end without their last samples, with their price. What is tried goes by what the steps wait for
-(`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more processes, and one that computes no more
-processes than there are cores. Alternatives are compared with the simulation of the run as it was, not with its clock, so that an error
-that both have cancels out. That error is measured by comparing the same simulation with the time that those steps really took: what the
-simulation does not explain of it is assumed to stay, and where that is much, suggestions are marked as doubtful. On a CPU an engine on
-more cores than the run gave it is assumed to be no faster: whether its operations are large enough to be shared, the run can't say. What
-the simulator has no cost for, the flow's own Python and a chosen weight transport, is taken from the critical path, and says so.
+batches, rollout policies, more slots for tools or faster ones, and steps that end without their last samples, with their price. What is
+tried goes by what the steps wait for (`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more
+processes, and one that computes no more processes than there are cores. Alternatives are compared with the simulation of the run as it was,
+not with its clock, so that an error that both have cancels out. That error is measured by comparing the same simulation with the time that
+those steps really took: what the simulation does not explain of it is assumed to stay, and where that is much, suggestions are marked as
+doubtful. On a CPU an engine on more cores than the run gave it is assumed to be no faster: whether its operations are large enough to be
+shared, the run can't say. What the simulator has no cost for, the flow's own Python and a chosen weight transport, is taken from the
+critical path, and says so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 from m2flow.errors import M2FlowError, SpecError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call
-from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, FunctionCost, Layout, TrainCost
+from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, EpisodeCosts, FunctionCost, Layout, ToolCost, TrainCost
 from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.records.rundir import read_config
 from m2flow.planner.planning import read_prediction
@@ -51,6 +52,8 @@ _LARGER = 4
 _FEW = 4
 """Decode batches of at most so many samples are nearly all of one size, from which the cost of larger ones can't be fitted."""
 _OVERSAMPLE = 1.25
+_DOMINATES, _FASTER = 0.5, 0.5
+"""The least share of all tools' time from which a tool is worth making faster, and the factor of its latency that is simulated."""
 _POLICY = "longest-first+repack"
 
 
@@ -131,7 +134,7 @@ def suggestions_of(
         measured_s = sum(makespans_s[:num_steps]) / num_steps if makespans_s else None
         took = Took(now.step_s, measured_s or now.step_s)
         found = [_of_row(row, now, took) for row in rows if not any(_does_as_well(other, row, now) for other in rows) and (row is not now)]
-        for change in _spec_changes(scenario, plan, verdict):
+        for change in (*_spec_changes(scenario, plan, verdict), *_tool_changes(scenario, verdict)):
             outcome = _outcome(change.scenario, plan, change.costs)
             if outcome is not None:
                 found.append(change.suggested(took.gain(_step_s(outcome)), took))
@@ -242,6 +245,18 @@ class _FreeBatches(Relaxed):
         return msgspec.structs.replace(cost, step_s=cost.step_s + cost.sample_s * self._batch, sample_s=0.0)
 
 
+class _OtherTools(Relaxed):
+    """Costs in which a tool is faster, or some have more slots."""
+
+    def __init__(self, costs: Costs, tools: Mapping[str, ToolCost]) -> None:
+        super().__init__(costs)
+        self._tools = tools
+
+    def episodes(self) -> EpisodeCosts:
+        known = super().episodes()
+        return msgspec.structs.replace(known, tools=tuple(self._tools.get(one.name, one) for one in known.tools))
+
+
 class _MoreAtOnce(Relaxed):
     """Costs in which each process of functions works on more units at once."""
 
@@ -273,7 +288,7 @@ def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> It
             what = f"judge in {workers} processes instead of {spec.functions.workers}{where}: functions: {{workers: {workers}}}"
             yield _Change(what, scenario.on(_with(spec, "functions", workers=workers)), {"functions": {"workers": workers}})
     if any(slot.kind == "rollout" for worker in plan.workers for slot in worker.engines):
-        if waits_for & {"generation", "tail"}:
+        if waits_for & {"generation", "tail", "tool"}:
             most = spec.rollout.max_running * _LARGER
             what = f"decode up to {most} samples at once in an instance instead of {spec.rollout.max_running}"
             larger = scenario.on(_with(spec, "rollout", max_running=most))
@@ -285,6 +300,31 @@ def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> It
             names = _POLICY.split("+")
             what = f"other rollout policies: rollout: {{policy: [{', '.join(names)}]}}"
             yield _Change(what, scenario.on(spec.with_policy(_POLICY)), {"rollout": {"policy": names}})
+
+
+def _tool_changes(scenario: Scenario, verdict: Verdict | None) -> Iterator[_Change]:
+    """List what helps episodes that wait for tools: more slots, and a faster tool where one takes most of the time."""
+    tools = scenario.costs.episodes().tools
+    if not tools or (verdict is not None and not any(cause.name == "tool" for cause in verdict.causes)):
+        return
+    for tool in (one for one in tools if one.slots and not one.shares_slots):
+        more = msgspec.structs.replace(tool, slots=tool.slots * _LARGER)
+        what = f"let {more.slots} calls of the tool {tool.name} run at once in a process instead of {tool.slots}, if what it asks can"
+        yield _Change(
+            f"{what}: @tool(slots={more.slots})", scenario, {}, _OtherTools(scenario.costs, {tool.name: more}), f"@tool {tool.name}"
+        )
+    shared = {one.name: msgspec.structs.replace(one, slots=0) for one in tools if one.slots and one.shares_slots}
+    if shared:
+        num = next(one.slots for one in tools if one.name in shared)
+        what = f"make {', '.join(shared)} async functions, which need none of the {num} threads"
+        yield _Change(what, scenario, {}, _OtherTools(scenario.costs, shared), f"async def {next(iter(shared))}")
+    taken = {one.name: FunctionCost(one.quantiles_s).mean_s * one.num for one in tools}
+    most = max(tools, key=lambda one: taken[one.name])
+    if taken[most.name] >= _DOMINATES * sum(taken.values()):
+        mean_s = FunctionCost(most.quantiles_s).mean_s
+        faster = _OtherTools(scenario.costs, {most.name: msgspec.structs.replace(most, factor=_FASTER)})
+        what = f"make the tool {most.name} faster, which takes {mean_s:.3g} s a call: this is what {mean_s * _FASTER:.3g} s would give"
+        yield _Change(what, scenario, {}, faster, f"@tool {most.name}")
 
 
 def _flow_changes(scenario: Scenario, verdict: Verdict | None) -> Iterator[_Change]:
@@ -322,6 +362,11 @@ def _accounted(scenario: Scenario, verdict: Verdict | None, took: Took) -> Itera
             what = f"make the rows before the run, or beside it in a thread: the flow's own Python takes {cause.seconds:,.2f} s a step"
             what = f"{what} before {cause.line}" if cause.line else what
             yield Suggestion(what, False, step_s, cause.share, flow=f"the code before {cause.line}", is_simulated=False)
+        if cause.name == "tool":
+            what = "draw twice as many episodes a step, a larger batch or n: more of them then wait for tools at once"
+            yield Suggestion(
+                what, True, took.less(cause.share / 2), cause.share / 2, flow="the batch, or n of policy.rollout", is_simulated=False
+            )
         weights = scenario.spec.weights
         if cause.name == "sync" and weights.transport != "auto":
             what = f"send weights as the plan finds cheapest, not over {weights.transport}: weights: {{transport: auto}}"

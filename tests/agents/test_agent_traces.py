@@ -18,16 +18,22 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 
 from m2flow import AdamW, Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
 from m2flow.cli.main import cli
+from m2flow.macro.flow import Flow
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.spans import Span
 from m2flow.observe.store import read_spans
+from m2flow.planner.planning import UNKNOWN_TOOLS
+from m2flow.planner.profiles import read_profile
+from m2flow.runner.probing import measured_run
 from m2flow.runner.run import Run
 from m2flow.samples import SampleId
-from m2flow.spec import RunSettings
+from m2flow.simulator.scenario import prepare
+from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.viewer.analysis import Analysis, analysis_of
 from m2flow.viewer.run_trace import TOOLS, RunTrace, idle_of
 from m2flow.viewer.sample_pages import sample_page, with_stays
+from m2flow.viewer.suggestions import Suggestions, suggestions_of
 
 WAIT_S = 0.3
 
@@ -92,15 +98,24 @@ def passing(num_steps: int = 3) -> None:
 
 
 @pytest.fixture(scope="module")
-def slotted_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("runs")
-    return Path(Run(passing, {}, FAKES, RunSettings(runs_dir=str(place))).execute().run_dir)
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ClusterSpec:
+    """Fake engines with the size of a small model, which the planner asks for."""
+    config = json.loads((Path(__file__).parents[2] / "flows" / "models" / "digits" / "config.json").read_text())
+    place = tmp_path_factory.mktemp("shape") / "config.json"
+    place.write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    return FAKES.model_copy(update={"shapes": {"policy": str(place.parent)}})
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slotted_dir(spec: ClusterSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
-    return Path(Run(looking, {}, FAKES, RunSettings(runs_dir=str(place))).execute().run_dir)
+    return Path(Run(passing, {}, spec, RunSettings(runs_dir=str(place))).execute().run_dir)
+
+
+@pytest.fixture(scope="module")
+def run_dir(spec: ClusterSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    return Path(Run(looking, {}, spec, RunSettings(runs_dir=str(place))).execute().run_dir)
 
 
 def packets_in(path: Path) -> Iterator[Any]:
@@ -243,3 +258,63 @@ def test_a_step_is_bounded_by_tools_whose_slots_are_limited(slotted_dir: Path) -
     assert max(waited) > 6 * GATE_S * 1e6
     spans = sorted((span.start_ns, span.end_ns) for span in read_spans(slotted_dir) if span.name == "tool")
     assert all(before[1] <= after[0] + 5_000_000 for before, after in itertools.pairwise(spans)), "one at a time"
+
+
+def suggested(run_dir: Path, of: Flow) -> Suggestions:
+    found = analysed(run_dir)
+    rest_s = sum(step.makespan_s for step in found.steps[1:]) / len(found.steps[1:])  # In the first one processes of functions start.
+    return suggestions_of(run_dir, of, {}, [rest_s] * len(found.steps), found.verdict)
+
+
+def test_a_run_with_slow_tools_is_simulated_as_it_was_and_a_faster_tool_is_suggested(run_dir: Path) -> None:
+    found = suggested(run_dir, looking)
+    assert found.measured_step_s is not None
+    assert found.error is not None
+    assert abs(found.error) < 0.2, found
+    simulated = {stage.label: stage.seconds for stage in found.stages}
+    assert simulated[TOOLS] > 0.8 * WAIT_S
+    (faster,) = [one for one in found.found if "make the tool look faster" in one.what]
+    assert 0.7 * WAIT_S / 2 < found.measured_step_s - faster.step_s < 1.3 * WAIT_S / 2
+    assert faster.is_simulated
+    assert not faster.changes_mathematics
+    assert any("twice as many episodes" in one.what and one.changes_mathematics for one in found.found)
+
+
+def test_more_slots_are_suggested_where_these_bind(slotted_dir: Path, run_dir: Path) -> None:
+    found = suggested(slotted_dir, passing)
+    assert found.error is not None
+    assert abs(found.error) < 0.2, found
+    (more,) = [one for one in found.found if "@tool(slots=4)" in one.what]
+    assert more.gain > 0.4, "of eight calls one after the other, four are at once"
+    assert not any("slots" in one.what or "async functions" in one.what for one in suggested(run_dir, looking).found)
+
+
+def test_a_profile_measures_turns_and_tools_and_survives_its_file(run_dir: Path, tmp_path: Path) -> None:
+    measured_run(run_dir, looking, {}).save(tmp_path / "profile.json")
+    known = read_profile(tmp_path / "profile.json").episodes
+    tools = {one.name: one for one in known.tools}
+    assert sorted(tools) == ["count", "look"]
+    assert tools["look"].num == 2 * len(known.episodes)
+    assert WAIT_S <= tools["look"].quantiles_s[0] <= tools["look"].quantiles_s[-1] < WAIT_S + 0.3
+    assert (tools["count"].slots, tools["look"].slots) == (64, 0)
+    for one in known.episodes:
+        assert [turn.num_tokens > 0 for turn in one] == [False, True, True, True]
+        assert [[[name for name, _ in once] for once in turn.calls] for turn in one] == [[], [["look", "look"]], [["count"]], []]
+        assert all(turn.rest_s < WAIT_S for turn in one)
+    constants = read_profile(tmp_path / "profile.json").constants()
+    assert constants["episode.turns"].value == 3
+    assert WAIT_S <= constants["look.tool_s"].value < WAIT_S + 0.1
+
+
+def test_a_simulation_says_that_it_does_not_know_the_tools(run_dir: Path, spec: ClusterSpec, tmp_path: Path) -> None:
+    measured_run(run_dir, looking, {}).save(tmp_path / "profile.json")
+    blind = prepare(looking, {}, spec, lengths=str(run_dir), steps=2, seed=0)
+    knowing = prepare(looking, {}, spec, lengths=str(run_dir), steps=2, seed=0, profile=tmp_path / "profile.json")
+    assert UNKNOWN_TOOLS in blind.question.doubts
+    assert UNKNOWN_TOOLS not in knowing.question.doubts
+    outcomes = [one.run(one.plan()) for one in (blind, knowing)]
+    assert outcomes[1].totals.makespan_s - outcomes[0].totals.makespan_s > 2 * 0.8 * WAIT_S
+    assert [outcome.totals.idle_s.get("tool", 0.0) > 2 * 0.8 * WAIT_S for outcome in outcomes] == [False, True]
+    runs = [run for of in outcomes[1].simulated.history.sample_runs.values() for run in of]
+    assert all(round(run.tokens_until(run.ended)) == sum(run.spoken) == run.num_tokens for run in runs)
+    assert sum(step.trained_tokens for step in outcomes[1].report.steps) == sum(run.num_tokens for run in runs)
