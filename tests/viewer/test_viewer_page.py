@@ -228,6 +228,9 @@ def test_an_episode_of_several_turns_reads_as_a_conversation(page: Page, tmp_pat
             "Turn 1 of the model",
             *(said for turn in range(2, 6) for said in (between, f"Turn {turn} of the model")),
         ]
+        passed = page.locator("aside .passed li > span:first-child").all_inner_texts()
+        assert [name for name in passed if name.startswith("turn")] == [f"turn {turn}" for turn in range(1, 6)]
+        assert passed.count("tool look") == 8
         counts = [int(text.split()[0]) for text in page.locator("aside .turn h3 .quiet").all_inner_texts()]
         assert counts == page.locator("aside .turn").evaluate_all(
             "(turns) => turns.map((turn) => turn.querySelectorAll('[data-i]').length)"
