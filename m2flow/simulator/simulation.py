@@ -550,6 +550,7 @@ class History:
     """Whether samples were trained on without waiting for their siblings."""
     rested: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     """Worker -> when it had episodes and nothing to decode, since all waited for tools or agents; in seconds."""
+    tools: Mapping[str, ToolCost] = field(default_factory=dict)
 
 
 @final
@@ -651,6 +652,7 @@ class Simulation:
             self._usage.num_devices,
             self._without_groups,
             {name: [(start_s, end_s) for start_s, end_s in worker.rested] for name, worker in self._workers.items()},
+            self.tools,
         )
 
     # ---- what workers see of the run (`Surroundings`)

@@ -149,12 +149,35 @@ def span_bounds(history: History, machines: Mapping[str, Machine], span: TimeWin
             ("no_migration", bounds.no_migration_s),
         ):
             found[key] = max(found.get(key, 0.0), seconds)
+    found |= _episode_bounds(history, machines, span)
     if is_self_contained:
         made = {run.id: (run, tokens) for found_here in pieces.values() for run, tokens in found_here if tokens}
         for update in _updates(done_tasks, history, machines, span):
             parts = [[row] for row in update.ids] if history.without_groups else list(by_group(update.ids).values())
             _of_update(found, update, made, machines, parts)
     return found
+
+
+def _episode_bounds(history: History, machines: Mapping[str, Machine], span: TimeWindow) -> dict[str, float]:
+    """The longest of the episodes that were played within a span, alone and with its tools; and the tools by their slots."""
+    hosts = {name: runs for name, runs in history.sample_runs.items() if machines[name].decode}
+    longest_s, called_s = 0.0, dict[str, float]()
+    for runs in hosts.values():
+        for run in runs:
+            if not run.stays or run.is_wasted or run.begun_s < span.start_s or not 0 <= run.ended_s <= span.end_s:
+                continue
+            alone_s = _best(machines[name].decode[run.role] for name in hosts if run.role in machines[name].decode).alone_token_s
+            reach_s = waited_s = 0.0
+            for name, start_s, end_s in sorted(run.called, key=lambda call: call[1]):
+                waited_s += max(end_s - max(start_s, reach_s), 0.0)
+                reach_s = max(reach_s, end_s)
+                tool = history.tools.get(name)
+                if tool is not None and tool.slots:
+                    pool = "" if tool.shares_slots else name
+                    called_s[pool] = called_s.get(pool, 0.0) + (end_s - start_s) / (tool.slots * len(hosts))
+            longest_s = max(longest_s, alone_s * run.tokens_until(run.ended) + waited_s)
+    told = {"longest_chain": longest_s, "tool_slots": max(called_s.values(), default=0.0)}
+    return {name: seconds for name, seconds in told.items() if seconds > 0}
 
 
 @dataclass(frozen=True)

@@ -482,7 +482,8 @@ class EngineHost:
                     start, num_running = generator.stepped
                 if num_running:
                     self._sample_spans.stepped(role, start, end, num_running, engine.version)
-                self._waits_for_agents(start, end, is_waiting=not (finished or any(one.num_unfinished for one in self._rollout.values())))
+                is_waiting = not (finished or any(one.num_unfinished for one in self._rollout.values()))
+                self._waits_for_agents(end if is_waiting and num_running else start, is_waiting=is_waiting)
                 self._finished += [(generated, end) for generated in finished]
                 self._draining.left(role, engine, end, num_ended=len(finished))
         if self._episodes and not self.writes_episodes:
@@ -499,14 +500,14 @@ class EngineHost:
         self._finished = []
         return [self._rows(finished) for finished in by_call.values()]
 
-    def _waits_for_agents(self, start_ns: int, end_ns: int, *, is_waiting: bool) -> None:
+    def _waits_for_agents(self, at_ns: int, *, is_waiting: bool) -> None:
         """Record the time in which an engine had nothing to do but to wait for agents and their tools, as few spans."""
         if is_waiting:
             if not self._tool_wait_ns:
                 is_away = any(speaker.num_unfinished for speaker in self._elsewhere.values())
-                self._tool_wait_ns, self._waits_for = start_ns, FOR_SPEAKERS if is_away else FOR_AGENTS
+                self._tool_wait_ns, self._waits_for = at_ns, FOR_SPEAKERS if is_away else FOR_AGENTS
         elif self._tool_wait_ns:
-            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, start_ns, label=self._waits_for)
+            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, at_ns, label=self._waits_for)
             self._tool_wait_ns = 0
 
     def abort(self, call: int) -> dict[int, int]:
