@@ -25,6 +25,7 @@ from m2flow.cli.main import cli
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.macro.flow import Flow
 from m2flow.micro.protocol import call_semantics
+from m2flow.micro.protocol.cost_terms import Costs, EpisodeCosts, EpisodeTurn, ToolCost
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.observe.otel import OtelSpans
 from m2flow.observe.perfetto import write_trace
@@ -37,7 +38,9 @@ from m2flow.recipe import Model, Sampling
 from m2flow.runner.probing import measured_run
 from m2flow.runner.run import Run
 from m2flow.samples import Batch, Ragged, SampleId
+from m2flow.simulator.ablation import Relaxed
 from m2flow.simulator.scenario import prepare
+from m2flow.simulator.virtual_worker import SampleRun
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.fakes import FakeRollout
 from m2flow.viewer.analysis import Analysis, analysis_of
@@ -45,7 +48,7 @@ from m2flow.viewer.run_trace import TOOLS, RunTrace, idle_of
 from m2flow.viewer.sample_pages import sample_page, with_stays
 from m2flow.viewer.suggestions import Suggestions, suggestions_of
 
-WAIT_S = 0.3
+WAIT_S = 0.5
 
 
 @tool(replay="pure")
@@ -73,7 +76,7 @@ async def looker(chat: Chat, row: Sample) -> float:
 
 
 @flow
-def looking(num_steps: int = 4) -> None:
+def looking(num_steps: int = 5) -> None:
     policy = Policy("fake", optimizer=AdamW(1e-3))
     rows = Dataset([{"prompt": f"{i}?"} for i in range(32)])
     for _ in steps(num_steps):
@@ -250,7 +253,7 @@ def test_time_without_a_turn_to_decode_is_idle_for_tools_and_so_is_the_critical_
     assert share[TOOLS] > 0.8 * WAIT_S * len(found.steps)
     assert "tool" in [cause.name for cause in found.verdict.causes]
     (said,) = [cause.says for cause in found.verdict.causes if cause.name == "tool"]
-    assert said.startswith("waiting for tools and agents: the tool look, 0.3")
+    assert said.startswith("waiting for tools and agents: the tool look, 0.5")
 
 
 def test_a_step_with_episodes_is_bounded_by_its_longest_chain_of_turns(run_dir: Path) -> None:
@@ -263,7 +266,7 @@ def test_a_step_with_episodes_is_bounded_by_its_longest_chain_of_turns(run_dir: 
 def test_a_step_is_bounded_by_tools_whose_slots_are_limited(slotted_dir: Path) -> None:
     for step in analysed(slotted_dir).steps:
         assert 8 * GATE_S <= step.bounds_s["tool_slots"] <= step.makespan_s
-        assert step.bounds_s["longest_chain"] < 3 * GATE_S, "what it waits for a slot is no work"
+        assert step.bounds_s["longest_chain"] < 6 * GATE_S, "what it waits for a slot is no work"
     waited = [int(str(span.attributes["waited_us"])) for span in read_spans(slotted_dir) if span.name == "tool"]
     assert max(waited) > 6 * GATE_S * 1e6
     spans = sorted((span.start_ns, span.end_ns) for span in read_spans(slotted_dir) if span.name == "tool")
@@ -272,7 +275,7 @@ def test_a_step_is_bounded_by_tools_whose_slots_are_limited(slotted_dir: Path) -
 
 def suggested(run_dir: Path, of: Flow) -> Suggestions:
     found = analysed(run_dir)
-    rest_s = sum(step.makespan_s for step in found.steps[1:]) / len(found.steps[1:])  # In the first one processes of functions start.
+    rest_s = float(np.median([step.makespan_s for step in found.steps[1:]]))  # In the first one processes of functions start.
     return suggestions_of(run_dir, of, {}, [rest_s] * len(found.steps), found.verdict)
 
 
@@ -280,7 +283,7 @@ def test_a_run_with_slow_tools_is_simulated_as_it_was_and_a_faster_tool_is_sugge
     found = suggested(run_dir, looking)
     assert found.measured_step_s is not None
     assert found.error is not None
-    assert abs(found.error) < 0.2, found
+    assert abs(found.error) < 0.3, found  # Of one that knows no tools it is -0.9.
     simulated = {stage.label: stage.seconds for stage in found.stages}
     assert simulated[TOOLS] > 0.8 * WAIT_S
     (faster,) = [one for one in found.found if "make the tool look faster" in one.what]
@@ -293,7 +296,7 @@ def test_a_run_with_slow_tools_is_simulated_as_it_was_and_a_faster_tool_is_sugge
 def test_more_slots_are_suggested_where_these_bind(slotted_dir: Path, run_dir: Path) -> None:
     found = suggested(slotted_dir, passing)
     assert found.error is not None
-    assert abs(found.error) < 0.2, found
+    assert abs(found.error) < 0.3, found  # Of one that knows no tools it is -0.9.
     (more,) = [one for one in found.found if "@tool(slots=4)" in one.what]
     assert more.gain > 0.4, "of eight calls one after the other, four are at once"
     assert not any("slots" in one.what or "async functions" in one.what for one in suggested(run_dir, looking).found)
@@ -330,6 +333,43 @@ def test_a_simulation_says_that_it_does_not_know_the_tools(run_dir: Path, spec: 
     assert sum(step.trained_tokens for step in outcomes[1].report.steps) == sum(run.num_tokens for run in runs)
     for step in outcomes[1].report.steps:
         assert WAIT_S < step.lower_bounds_s["longest_chain"] <= step.makespan_s
+
+
+class Told(Relaxed):
+    """Costs with episodes that are told here."""
+
+    def __init__(self, costs: Costs, told: EpisodeCosts) -> None:
+        super().__init__(costs)
+        self._told = told
+
+    def episodes(self) -> EpisodeCosts:
+        return self._told
+
+
+def test_a_simulated_episode_leaves_the_batch_for_what_its_agent_waits_for(run_dir: Path, spec: ClusterSpec, tmp_path: Path) -> None:
+    measured_run(run_dir, looking, {}).save(tmp_path / "profile.json")
+    scenario = prepare(looking, {}, spec, lengths=str(run_dir), steps=1, seed=0, profile=tmp_path / "profile.json")
+    played = (
+        EpisodeTurn(0, rest_s=2.0),
+        EpisodeTurn(1, calls=((("one", 3.0), ("two", 5.0)), (("one", 1.0),)), rest_s=0.5),
+        EpisodeTurn(99, calls=((("one", 4.0),),)),
+    )
+
+    def stays(**one: Any) -> list[SampleRun]:
+        told = EpisodeCosts((played,), (ToolCost("one", (1.0,), 1, **one), ToolCost("two", (5.0,), 1)))
+        history = scenario.run(scenario.plan(), Told(scenario.costs, told)).simulated.history
+        return [run for runs in history.sample_runs.values() for run in runs]
+
+    runs = stays()
+    for run in runs:
+        (first, second), short = run.stays, 0.2
+        assert 2.0 <= first[0] < 2.0 + short
+        assert second[0] - first[1] == pytest.approx(5.0 + 1.0 + 0.5), "the slower of two at once, one after them, and the agent"
+        assert run.ended_s - second[1] == pytest.approx(4.0), "what a tool does after the last turn is part of it"
+        assert run.spoken == [1, run.num_tokens - 1]
+    assert [run.stays[1][0] - run.stays[0][1] for run in stays(factor=0.0)] == pytest.approx([5.5] * len(runs))
+    gaps = sorted(run.stays[1][0] - run.stays[0][1] for run in stays(slots=1, shares_slots=False))
+    assert gaps[-1] > 3.0 * len(runs), "one call of it at a time"
 
 
 def test_what_a_repeated_episode_has_on_record_is_no_turn_and_what_an_engine_had_cached_is_said() -> None:
