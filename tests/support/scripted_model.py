@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from m2flow import Chat
@@ -43,6 +43,8 @@ class Script:
     async def began(self, key: str, call: ToolCall, *, has_effects: bool, opens: bool) -> None: ...
 
     async def returned(self, key: str, outcome: Outcome, *, has_effects: bool) -> None: ...
+
+    def passed(self, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None: ...
 
 
 def chat_of(script: Script, *, max_turns: int = 8, max_conversations: int = 8, max_tokens: int = 4000) -> Chat:
