@@ -102,7 +102,7 @@ class Loop(vf.Harness[LoopConfig]):
             return vf.ProgramResult(exit_code=3, stdout="", stderr="no such tool")
         system, prompt = self.resolve_prompt(data)
         messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
-        more = {"logprobs": True} if self.config.does == "asks for logprobs" else {}
+        more = {"logprobs": True, "top_logprobs": 2} if self.config.does == "asks for others" else {}
         more |= {"max_tokens": 9} if self.config.does == "says little" else {"tools": [TOOL]}
         async with httpx2.AsyncClient(base_url=endpoint, headers={"authorization": f"Bearer {secret}"}, timeout=60) as client:
             while True:
@@ -366,7 +366,7 @@ def failed(environment: Any, script: Script, **bounds: int) -> EpisodeFailed:
     [
         (sums(does="exits"), "tool_failed", "HarnessError: harness 'verifiers-sums' exited 3: no such tool"),
         (sums("a key"), "raised", "TaskError: task SumTask scoring: KeyError: 'a key'"),
-        (sums(does="asks for logprobs"), "raised", "logprobs is not supported in training"),
+        (sums(does="asks for others"), "raised", "top_logprobs is not supported"),
         (sums("late", timeout={"scoring": 0.3}), "timed_out", "(scoring_timeout)"),
     ],
     ids=["harness", "reward", "refused", "late"],
