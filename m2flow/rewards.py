@@ -507,15 +507,9 @@ class UnitTests(SampleReward):
         return [functools.partial(self._holds, code, f"{test}\ncheck({entry})" if entry else str(test)) for test in tests]
 
     def _holds(self, code: str, test: str) -> bool:
-        """Whether the test's asserts hold after the code: by what it computes, else by a word that the process prints at its end."""
-        word = secrets.token_hex(16)
-        if (found := _compared(test, word)) is not None:
-            statements, expected = found
-            told = self._run(f"{code}\n\n{statements}", "") or ""
-            _, _, notes = told.partition(f"{word}\n")
-            return told.count(word) == 1 and notes.startswith("".join(f"{one}\n" for one in (*expected, "end")))
-        said = self._run(f"{code}\n\n{test}\n\nimport os as _os\n_os.write(1, {f'{chr(10)}{word}'.encode()!r})\n", "")
-        return said is not None and word in said
+        program, passes = _tested(code, test)
+        said = self._run(program, "")
+        return said is not None and passes(said)
 
     def _prints(self, code: str, given: str, expected: str) -> bool:
         said = self._run(code, given)
@@ -603,6 +597,17 @@ def _canonical(value: Any) -> str:
     if hasattr(value, "item"):  # A number of numpy's.
         return _canonical(value.item())
     raise TypeError(f"a {type(value).__name__} is no plain value")
+
+
+def _tested(code: str, test: str) -> tuple[str, Callable[[str], bool]]:
+    """A program that runs a test's asserts after the code, and whether they held, by what it prints: what it computes, which is compared
+    here, or else a word at its end."""
+    word = secrets.token_hex(16)
+    if (found := _compared(test, word)) is None:
+        return f"{code}\n\n{test}\n\nimport os as _os\n_os.write(1, {f'{chr(10)}{word}'.encode()!r})\n", lambda said: word in said
+    statements, expected = found
+    notes = "".join(f"{one}\n" for one in (*expected, "end"))
+    return f"{code}\n\n{statements}", lambda said: said.count(word) == 1 and said.partition(f"{word}\n")[2].startswith(notes)
 
 
 def _compared(test: str, word: str) -> tuple[str, list[str]] | None:
