@@ -645,7 +645,7 @@ def _has_asserts(body: Sequence[ast.stmt]) -> bool:
 
 
 def _sides(test: ast.expr) -> tuple[ast.expr, str] | None:
-    """Of `computed == literal`, either way round: the first, and the second's text as `_canonical`. None: it is something else."""
+    """Find the sides of `computed == literal`, either way round: the first, and the second's text as `_canonical`. None: it is none."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
         return None
     for computed, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):

@@ -145,7 +145,7 @@ class Reply(NamedTuple):
     finish: Finish
     logprobs: Sequence[float] = ()
     num_known: int = 0
-    """Of its tokens those that the record of a repeated episode had."""
+    """Tokens of it that the record of a repeated episode had."""
     num_cached: int = 0
     """Tokens before it that the engine found in its prefix cache, where it says so."""
     at_ns: int = 0

@@ -33,7 +33,7 @@ _START_S = 30.0
 """Longest that a server takes to answer what it has."""
 _MOST_PAGES = 1_000
 _MOST_PARTS = 5_000
-"""Of a tool's schema, once what its references name is in their place."""
+"""Most parts of a tool's schema, once what its references name is in their place."""
 _SESSION = "mcp_session_"
 """Parameter of a tool that gets its episode's session; no server's own has this name."""
 

@@ -40,11 +40,11 @@ so many bytes less, as long as it goes to memory that was used before (`m2flow.c
 FRAME_BYTES = 4 << 20
 """Large columns travel in pieces of this size."""
 MAX_FRAMES = 1 << 16
-"""Of a message: 256 GiB of large columns."""
+"""Frames of a message: 256 GiB of large columns."""
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_HEAD_BYTES = 64 << 20
-"""Of the head frame: the header and the small columns."""
+"""Bytes of the head frame: the header and the small columns."""
 MAX_DIMENSIONS = 8
 
 Buffer = bytes | bytearray | memoryview

@@ -357,7 +357,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's `malloc.h`."""
 KEPT_BYTES = 256 << 20
 _LARGEST_BYTES = 32 << 20
-"""Of one allocation; glibc accepts no larger threshold."""
+"""Bytes of one allocation; glibc accepts no larger threshold."""
 
 
 def keep_freed_memory() -> bool:

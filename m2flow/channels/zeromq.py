@@ -183,7 +183,7 @@ def _require_private(directory: str) -> None:
 
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""Of the control link. A peer that announces a longer message is disconnected before memory is allocated for it."""
+"""Bytes of a message of the control link. A peer that announces a longer one is disconnected before memory is allocated for it."""
 MAX_MESSAGES_AT_ONCE = 1024
 """Bounds `receive`, which must return even if senders never pause."""
 _HELLO = b"m2flow-hello-1"

@@ -486,7 +486,7 @@ _DATA = _PACKAGE + "samples.py"
 """What is in the user's hands, as a list is: an attribute that a sample has not is the fault of who asked for it."""
 _LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
 _LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Of any environment: one may stand on another (a `.pth` file, `--system-site-packages`), whose folders are none of its own."""
+"""Folders of any environment: one may stand on another (a `.pth` file, `--system-site-packages`), whose folders are none of its own."""
 _MOST_KNOWN = 20_000
 """Places that are remembered at most: a recursion without end has as many as it has calls."""
 

@@ -372,7 +372,7 @@ _WIDTH, _HEIGHT, _ROW = 2.5, 0.4, 0.54
 _GUTTER, _TRACK = 0.28, 0.11
 _STEP_GAP, _WAIT_GAP = 0.3, 0.26
 _CHARACTERS = 42
-"""Of the small print that fit a box."""
+"""Characters of the small print that fit a box."""
 _ROUND = "round,pad=0,rounding_size=0.08"
 
 

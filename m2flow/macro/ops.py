@@ -770,7 +770,7 @@ class Whole:
 
 _MAY_WRITE = "_m2flow_may_write"
 _names: weakref.WeakKeyDictionary[Session, set[str]] = weakref.WeakKeyDictionary()
-"""Of the roles of each flow that runs."""
+"""Names of the roles of each flow that runs."""
 
 
 @final

@@ -33,7 +33,7 @@ _read_reports = msgspec.json.Decoder(list[Report]).decode
 _PERIOD_S = 1.0
 """Before the second attempt at a place that did not take something."""
 _READ_ON_BYTES = 1 << 20
-"""Of the run's files, if so much is not delivered yet, the next portion is sent at once."""
+"""Bytes of the run's files: where so many are not delivered yet, the next portion is sent at once."""
 _LONGEST_WAIT_S = 30.0
 """Before an attempt at a place that did not take something."""
 _LAST_TRIES = 2

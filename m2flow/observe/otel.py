@@ -139,7 +139,7 @@ _SITE = re.compile(r"(.+):(\d+)")
 _PLAIN_NAMES = {"num_tokens": "gen_ai.usage.output_tokens", "num_prompt_tokens": "gen_ai.usage.input_tokens", "error": "error.type"}
 """Attribute of a `sample` span -> name by the semantic conventions."""
 _VERSION_OF_SCHEMA = "https://opentelemetry.io/schemas/1.37.0"
-"""Of the semantic conventions whose names are used."""
+"""Version of the semantic conventions whose names are used."""
 _DURATION_BOUNDS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 """Bounds of the buckets of durations, as the conventions for generative AI advise."""
 _METRICS = {
@@ -162,7 +162,7 @@ _METRICS = {
 }
 """Counter, without its role -> metric, unit, whether it only grows."""
 _SENT_UNITS = {"bytes": "By", "samples": "{sample}", "parcels": "{parcel}", "seconds blocked": "s"}
-"""Of what a channel has sent in all."""
+"""Units of what a channel has sent in all."""
 _CHANNEL = re.compile(r"channel (?P<what>samples|bytes), (?P<peer>.+)|channel to (?P<to>.+): (?P<sent>[a-z ._]+)")
 
 

@@ -24,7 +24,7 @@ from m2flow.observe.spans import counts_of, spans_of
 _BATCH = 4096
 """Spans or points in one request, compressed: well below the 20 MiB that a collector takes."""
 _TIMEOUT_S = 5.0
-"""Of one request with its repetitions, if OTEL_EXPORTER_OTLP_TIMEOUT says nothing."""
+"""Time-out of one request with its repetitions, if OTEL_EXPORTER_OTLP_TIMEOUT says nothing."""
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _MOST_TEXT = 300
 """Characters of what an exporter says."""

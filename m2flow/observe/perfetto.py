@@ -390,7 +390,7 @@ _PACKETS_AT_ONCE = 4096
 _BEGINS_NUMBERS, _NEEDS_NUMBERS = 1, 2
 """Flags of a sequence's packets: numbers of texts begin anew, or are needed to read the packet."""
 _LEVEL = 5
-"""Of zlib: a level higher saves 2% and takes twice the time."""
+"""Level of zlib: one higher saves 2% and takes twice the time."""
 
 
 def write_packets(layout: TraceLayout, file: IO[bytes]) -> None:

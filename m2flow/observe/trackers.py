@@ -33,7 +33,7 @@ from m2flow.observe.spans import Span, spans_of
 
 Tracker = Literal["wandb", "mlflow"]
 _MOST_TEXT = 500
-"""Of a parameter's value, characters: MLflow's limit was that for long."""
+"""Characters of a parameter's value: MLflow's limit was that for long."""
 _MOST_PARAMS = 100
 """Parameters in one request: MLflow's limit."""
 
@@ -341,7 +341,7 @@ SINKS: Mapping[str, type[_TrackerSink]] = {"wandb": WandbSink, "mlflow": MlflowS
 _COLOURS = {"rollout": "#0072b2", "train": "#d55e00", "function": "#009e73", "": "#8c959f"}
 """By kind of engine; grey: what is no engine's work (weight syncs, switches)."""
 _LEAST_SHARE = 1 / 2000
-"""Of the picture's width: pieces of work that are closer to each other than this are drawn as one."""
+"""Share of the picture's width: pieces of work that are closer to each other are drawn as one."""
 
 
 @final

@@ -658,7 +658,7 @@ class Book:
         return self._options[self._like[engine]][row]
 
     def facts(self, engine: EngineId) -> FloatArray:
-        """Of all rows, as `Problem.facts`."""
+        """The facts of all rows, as `Problem.facts`."""
         of = self._like[engine]
         known, every = self._facts.get(of, np.zeros((6, 0))), self._options[of]
         if known.shape[1] < len(every):

@@ -634,7 +634,7 @@ IntArray = npt.NDArray[np.int64]
 _FEW = 160
 """Rows up to which all pairs are compared at once."""
 _BLOCK = 128
-"""Of more rows, so many are compared with each other, and those that stay with all rows after them."""
+"""Rows that are compared with each other at a time; those that stay are compared with all rows after them."""
 _AT_ONCE = 60_000
 """Comparisons in one operation; more do not fit the CPU's cache."""
 _ROUNDING = 1e-12

@@ -83,7 +83,7 @@ _NEVER = 1e18
 """Seconds of what is impossible."""
 _NUM_VALUES = 10
 _MERIT, _KEPT, _BUSIEST, _ORIGIN = 6, 7, 8, 9
-"""Of a row, after its six times: the step time if it were all, bytes kept on a device, bytes while it works, and its parts in a code."""
+"""Columns of a row after its six times: the step time if it were all, bytes kept on a device, bytes while it works, its parts in a code."""
 _FAST, _FRUGAL, _LIGHT = 0, 1, 2
 """What rows may keep in memory: anything, what is worth its price, or the least (only engines that leave their devices)."""
 _IS_FRUGAL = np.array([0.0, 1.0, 0.0])[:, None, None]
@@ -103,7 +103,7 @@ class Seed:
 
 
 _Counts = dict[EngineId, list[tuple[Option, int]]]
-"""Of each engine, an option like its own with the number of its devices."""
+"""Engine -> options like its own, with the number of their devices."""
 
 
 class CountTable:

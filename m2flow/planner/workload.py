@@ -74,7 +74,7 @@ class CallLoad(msgspec.Struct, frozen=True):
     prompt_bytes: float = 0.0
     """Mean size of the prompts' texts, of a generate call on a dataset."""
     beside: str = ""
-    """Of turns in the episodes of another call, by a speaker on devices of its own: that call, with which it takes no turns on devices."""
+    """The call in whose episodes these turns are, of a speaker on devices of its own: it takes no turns on devices with that call."""
 
     @property
     def num_samples(self) -> int:

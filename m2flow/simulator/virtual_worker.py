@@ -199,14 +199,14 @@ class SampleRun:
     is_over: bool = False
     """Whether it has ended or been given up."""
     episode: deque[EpisodeTurn] = field(default_factory=deque)
-    """Of an episode: its turns from the one on that it is in."""
+    """Turns of an episode, from the one on that it is in."""
     is_away: bool = False
     """Whether it waits for tools or its agent, and is in no batch."""
     since: float = 0.0
     """The count of turns since when it is away."""
     is_decoding: bool = False
     stays: list[tuple[float, float]] = field(default_factory=list)
-    """Of an episode: when it came into the batch and left it, in seconds."""
+    """When an episode came into the batch and left it, in seconds."""
     spoken: list[int] = field(default_factory=list)
     """Tokens of each of these turns, if nothing stops it."""
     called: list[tuple[str, float, float]] = field(default_factory=list)

@@ -197,7 +197,7 @@ class ToolUse(msgspec.Struct):
     name: str
     num: int
     seconds: float
-    """Of all calls, without what they waited for a slot."""
+    """Seconds of all calls, without what they waited for a slot."""
     mean_s: float
     longest_s: float
     slots: int

@@ -456,7 +456,7 @@ class SamplePage(msgspec.Struct):
     blocks: list[Block]
     """Blocks of an episode with several turns or conversations; otherwise empty."""
     passed: list[Passed] = []
-    """Of an episode: its turns and tool calls in order of their beginnings, as far as they are recorded."""
+    """Turns and tool calls of an episode in order of their beginnings, as far as they are recorded."""
     took: int = 0
     """Microseconds from its beginning to its end."""
 

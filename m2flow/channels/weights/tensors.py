@@ -52,7 +52,7 @@ _BLOCK_BYTES = 32 * ROW_BYTES
 _PART_BYTES = 16 * _BLOCK_BYTES
 """Bytes of one thread's task."""
 _MOST_THREADS = 4
-"""Of one process: more do not raise memory bandwidth."""
+"""Threads of one process: more do not raise memory bandwidth."""
 
 
 def row_keys() -> tuple[Words, Words]:

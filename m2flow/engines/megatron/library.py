@@ -76,7 +76,7 @@ def _quiet() -> Iterator[None]:
 
 
 _SEED = 1
-"""Of random numbers that nothing reads: there is no dropout, and weights are set."""
+"""Seed of random numbers that nothing reads: there is no dropout, and weights are set."""
 
 
 @dataclass(frozen=True)

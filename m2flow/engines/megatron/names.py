@@ -48,7 +48,7 @@ class Place:
 
 
 SCALAR_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
-"""Of a critic or a reward model: names here of the head's parameters, by Megatron's. They are not those of a language model's head."""
+"""Names here of the parameters of a critic's or a reward model's head, by Megatron's. They are not those of a language model's head."""
 
 
 ROUTER_BIAS = "mlp.router.expert_bias"

@@ -63,8 +63,8 @@ class Generate(Task, frozen=True):
     waited_us: int = 0
     """Time from the making of the call to the sending of this task; for the record."""
     speakers: dict[str, list[str]] = {}
-    """Of episodes: role whose rollout engine the worker lacks -> the processes that take its turns, each those of some of the samples
-    (`m2flow.micro.protocol.worker_state.instance_of`)."""
+    """Role that speaks in episodes and whose rollout engine the worker lacks -> the processes that take its turns, each those of some
+    samples (`m2flow.micro.protocol.worker_state.instance_of`)."""
 
 
 class RunFunction(Task, frozen=True):

@@ -144,7 +144,7 @@ class InflightSample:
     waited_us: int
     """Queueing time before it was sent here, in microseconds."""
     speakers: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Of an episode: role that speaks from other processes -> these."""
+    """Role that speaks in an episode from other processes -> these."""
 
 
 def rows_of(generated: Sequence[Generated], growing: Sequence[InflightSample]) -> Batch:
