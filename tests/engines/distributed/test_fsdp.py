@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -255,15 +256,16 @@ def num_group_threads() -> int:
 
 
 def test_trainers_that_have_stopped_leave_no_threads_of_their_groups(model: Model, followers: Followers) -> None:
-    left = []
+    gc.collect()
+    left, before = [], num_group_threads()  # A trainer of an earlier test may still be referred to.
     for _ in range(3):
         engine = Mirrored(FsdpTrain, model, EngineSettings(options={"tp": 2}), followers)
         engine.start()
         step(engine, samples(VOCABULARY))
-        assert num_group_threads() > 0
+        assert num_group_threads() > before
         engine.stop()
         left.append(num_group_threads())
-    assert left == [0, 0, 0]
+    assert max(left) <= before
 
 
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:
