@@ -418,7 +418,8 @@ def train_options(name: str, options: Mapping[str, object], planned: Mapping[str
     if lacking:
         raise EngineError(
             f"the plan lays the train engine {name!r} out with {lacking[0]} {planned[lacking[0]]}, which it does not have",
-            now=f"Pin another layout (`pin: {{train: {{layout: {{{lacking[0]}: 1}}}}}}`), or an engine that has it (`m2flow engines`).",
+            now=f"Pin another layout (`pin: {{train: {{layout: {{{lacking[0]}: 1}}}}}}`), or take an engine that has it: "
+            "`m2flow engines` lists them.",
         )
     return {**told, **({option: value} if planned.get("recompute") else {}), **options}
 

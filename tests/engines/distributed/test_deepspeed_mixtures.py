@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from followed import followed
 from mixture_routing import (
     balance_history,
     check_routing_against_embedded,
@@ -33,12 +31,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed"),
 ]
 CPU = EngineSettings()
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from followed import followed
 from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
@@ -29,12 +28,6 @@ KINDS = [
     pytest.param(FsdpTrain, {}, id="fsdp"),
     pytest.param(DeepSpeedTrain, {"zero": 1}, marks=[NEEDS_DEEPSPEED, pytest.mark.slow], id="deepspeed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
 
 
 @pytest.fixture

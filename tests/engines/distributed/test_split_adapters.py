@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from adapted_trainers import (
     check_what_was_copied_of_a_policy_is_in_a_checkpoint,
 )
 from faulty import Fault, check_each_fault_is_an_error_on_all_and_all_go_on
-from followed import followed
 from tiny_models import CONFIGS, VOCABULARY, dense_config, mixture_config, write_model
 from trainer_layouts import STEP, check_each_goes_on_from_the_one_before, check_numbers, train
 
@@ -32,18 +30,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 
 ALL = Lora(rank=4, alpha=8)
 """Every linear layer: split by output, split by input, and whole."""
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    with followed(1) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Followers]:
-    with followed(3) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
