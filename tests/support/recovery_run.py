@@ -118,7 +118,7 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
     options = {name: given.pop(name) for name in ("num_steps",) if name in given}
     played = {"scored": scored, "spoken": spoken}[given.pop("flow", "scored")]
     settings = RunSettings(runs_dir=runs_dir, heartbeat_s=0.1, restart_wait_s=0.05, deterministic=engine != "fake", **given)
-    run = Run(played, {"model": model, **options}, spec, settings, flow_file=__file__, around=up)
+    run = Run(played, {"model": model, **options}, spec, settings, flow_file=f"{__file__}:{played.name}", around=up)
     said: dict[str, object] = {}
     try:
         summary = run.execute()

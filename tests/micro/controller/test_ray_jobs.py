@@ -91,7 +91,7 @@ def test_a_submitted_job_gives_the_digests_of_a_local_run(head: Head, tmp_path: 
         "-m",
         "m2flow",
         "run",
-        "flow.py",
+        "flow.py:scored",
         "--cluster",
         "ray.yaml",
         "--runs-dir",

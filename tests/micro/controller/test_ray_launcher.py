@@ -67,8 +67,9 @@ def workers(cluster: Any) -> dict[str, psutil.Process]:
     found = {}
     for process in psutil.process_iter():
         try:
-            if "m2flow.micro.worker.worker_process" in process.cmdline() and session in process.environ().get("PYTHONPATH", ""):
-                found[process.cmdline()[-1]] = process
+            command = process.cmdline()  # Once: it is empty as soon as the process has ended.
+            if "m2flow.micro.worker.worker_process" in command and session in process.environ().get("PYTHONPATH", ""):
+                found[command[-1]] = process
         except psutil.Error:
             pass
     return found
