@@ -304,6 +304,9 @@ class Places(dict[tuple[str, ...], str]):
     __hash__ = None
 
 
+_DETERMINISTIC_TOKENS = 2048
+
+
 class ClusterSpec(_Strict):
     """The machines, and what runs on them."""
 
@@ -430,6 +433,13 @@ class ClusterSpec(_Strict):
         policies = tuple(name.strip() for name in names.split("+") if name.strip())
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"policy": policies})}) if policies else self
 
+    def with_equal_micro_batches(self) -> ClusterSpec:
+        """This spec with micro-batches of at most 2,048 tokens, for `--deterministic`: the bits of a gradient depend on which samples it
+        was added up from together, and specs differ in how many these are.
+        """
+        tokens = min(self.train.token_budget, _DETERMINISTIC_TOKENS)
+        return self.model_copy(update={"train": self.train.model_copy(update={"token_budget": tokens})})
+
     @property
     def without_spare(self) -> ClusterSpec:
         """Return the spec without spare workers."""
@@ -466,7 +476,7 @@ class RunSettings(_Strict):
     eager: bool = False
     """Run the flow call by call in this process: the reference that plans are compared with."""
     deterministic: bool = False
-    """Results are a function of identity, bit by bit, on a CPU; at a cost in speed."""
+    """Results are a function of identity, bit by bit, on a CPU; at a cost in speed. Micro-batches have at most 2,048 tokens."""
     runs_dir: str = "runs"
     """Where run directories go."""
     checkpoint_steps: int | None = Field(default=None, ge=1, le=_MOST_SAMPLES)

@@ -303,7 +303,7 @@ class Run:
     ) -> None:
         self.flow = flow
         self.options = dict(options)
-        self.spec = spec
+        self.spec = spec.with_equal_micro_batches() if settings.deterministic else spec
         self.settings = settings
         self._flow_file = flow_file
         self._pin_to = pin_to

@@ -208,7 +208,7 @@ def test_a_tiny_model_learns_to_write_code_that_passes_tests_which_it_does_not_s
 
 
 @pytest.mark.slow
-def test_a_tiny_model_learns_to_use_a_calculator_and_is_trained_on_what_it_said(tmp_path):
+def test_a_tiny_model_learns_to_use_a_calculator_and_python_and_is_trained_on_what_it_said(tmp_path):
     summary = tool_use(tmp_path, "--num-steps", "15", "--seed", "0")
     assert summary["reward_last"] > summary["reward_first"] + 0.2
     lines = (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()

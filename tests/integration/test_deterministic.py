@@ -1,6 +1,7 @@
 """The embedded engines with `deterministic=True`: eager and every plan give the same bits; without it, nearly the same numbers.
 
-Bitwise is claimed for equal token budgets: the budget is part of the arithmetic, since it says which samples are summed together.
+Bits are equal for equal token budgets: the budget is part of the arithmetic, since it says which samples are summed together. A run
+has the same for all specs of 2,048 tokens or more (`ClusterSpec.with_equal_micro_batches`).
 """
 
 import functools
@@ -13,7 +14,9 @@ from safetensors.numpy import load_file
 from tiny_models import DIGITS
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, flow, steps
+from m2flow.runner.run import Run
 from m2flow.samples import SampleId
+from m2flow.spec import ClusterSpec, RunSettings, TrainSpec
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
 
@@ -137,3 +140,13 @@ def test_a_run_that_carries_equals_the_eager_one_that_is_given_its_record(flow, 
     assert placement == "split" or any(len(decision.version_spans) > 1 for decision in planned.decisions.values())
     assert planned.error == ""
     assert run_eager(flow, {}, cluster, deterministic=True, decisions=planned.decisions) == planned
+
+
+@pytest.mark.parametrize(("given", "used"), [(8192, 2048), (2048, 2048), (512, 512)])
+def test_a_deterministic_run_sums_up_the_same_samples_whatever_the_spec(given: int, used: int, tmp_path: Path) -> None:
+    """The laptop's specs have 8,192 and 2,048 tokens a micro-batch."""
+    spec = ClusterSpec(train=TrainSpec(token_budget=given))
+    run = Run(sorts, {}, spec, RunSettings(runs_dir=str(tmp_path), deterministic=True))
+    assert run.spec.train.token_budget == used
+    assert {stage.token_budget for stage in run.prepare().stages if stage.engine == "train"} == {used}
+    assert Run(sorts, {}, spec, RunSettings(runs_dir=str(tmp_path))).spec.train.token_budget == given

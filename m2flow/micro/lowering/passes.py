@@ -305,7 +305,11 @@ def lower(
     sizes: Mapping[str, Sizes] = {}
     mode: Mode = "split" if spec.placement == "split" else "time-shared"
     if pinned is not None:
-        workers, choice, sizes, mode = pinned.workers, pinned.choice, sizes_of(pinned.stages), pinned.mode
+        workers, choice, mode = pinned.workers, pinned.choice, pinned.mode
+        sizes = sizes_of(pinned.stages)
+        if deterministic:  # See ClusterSpec.with_equal_micro_batches.
+            budget = spec.train.token_budget
+            sizes = {name: Sizes(size.chunk, min(size.token_budget, budget)) for name, size in sizes.items()}
     else:
         workers = with_weight_copies(_workers(graph, models, spec, choice, deterministic=deterministic), copies or {})
     if choice is not None and pinned is None:
