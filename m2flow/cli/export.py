@@ -13,7 +13,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,7 +23,7 @@ from m2flow import __version__
 from m2flow.cli.main import find_run
 from m2flow.cli.run import to_option
 from m2flow.errors import OptionError, SpecError
-from m2flow.recipe import Dtype
+from m2flow.recipe import Dtype, Model
 
 if TYPE_CHECKING:
     from m2flow.micro.records.checkpoints import CheckpointPart
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     help="Export the checkpoint after so many steps.  [default: the final one, or the newest]",
 )
 @click.option("--role", metavar="ROLE", help="The role whose model is exported, if several are trained.")
+@click.option("--like", metavar="MODEL", help="RUN is a checkpoint that Megatron wrote, of a model with this one's configuration.")
 @click.option("--adapters", is_flag=True, help="Export only the adapters of a policy with lora=, as peft reads them.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Where it goes.  [default: RUN/export/ROLE-STEP[-adapters]]")
 @click.option("--shard-size", metavar="SIZE", help="Most that a file of weights may have: 5GB, 500MB.  [default: as they are]")
@@ -61,6 +62,7 @@ def command(
     run: str | None,
     step: int | None,
     role: str | None,
+    like: str | None,
     adapters: bool,
     out: Path | None,
     shard_size: str | None,
@@ -75,12 +77,15 @@ def command(
     RUN is a run directory or its name; the newest one by default. The run may still be going on. A model card, README.md, says what
     the model was trained with. --push uploads as the user who is logged in by `hf auth login`.
 
+    With --like, RUN is a directory that Megatron-core wrote in its format torch_dist, under whatever layout, and --out says where to.
+
     \b
     Example:
       m2flow export grpo-20260102-030405 --step 40 --out sorted-digits
       m2flow export grpo-20260102-030405 --format gguf --dtype float16
       m2flow export grpo-20260102-030405 --adapters
       m2flow export grpo-20260102-030405 --push me/sorted-digits
+      m2flow export checkpoints/iter_0001000 --like Qwen/Qwen2.5-0.5B --out qwen-tuned
     """
     from m2flow.micro.records.checkpoints import export_part, export_part_adapters, export_part_gguf, find_part
 
@@ -90,6 +95,10 @@ def command(
         raise OptionError(f"--format gguf and {'--adapters' if adapters else '--shard-size'} exclude each other", now="Leave one out.")
     if dtype is not None and form != "gguf":
         raise OptionError(f"--dtype {dtype} goes with --format gguf", now="Other exports have the type that was trained.")
+    if like is not None:
+        others = {"--step": step, "--role": role, "--adapters": adapters, "--dtype": dtype, "--push": push}
+        _convert(run, like, out, shard_size, [name for name, given in {**others, "--format gguf": form == "gguf"}.items() if given])
+        return
     run_dir = find_run(run, runs_dir)
     part = find_part(run_dir, step, role)
     kind = "adapters" if adapters else form
@@ -105,6 +114,20 @@ def command(
     (target / "README.md").write_text(_card(run_dir, part, kind))
     if push is not None:
         click.echo(_pushed(target, push, is_private=not public))
+
+
+def _convert(checkpoint: str | None, like: str, out: Path | None, shard_size: str | None, others: Sequence[str]) -> None:
+    """Write a checkpoint of Megatron's as a Hugging Face directory."""
+    from m2flow.engines.megatron.names import convert
+
+    if others:
+        raise OptionError(
+            f"--like and {others[0]} exclude each other: a checkpoint of Megatron's is converted as it is", now="Leave one out."
+        )
+    if checkpoint is None or out is None:
+        raise OptionError("--like goes with a checkpoint and --out", now="Write: m2flow export CHECKPOINT --like MODEL --out DIR.")
+    convert(Path(checkpoint), Model(like), out, **({"shard_size": shard_size} if shard_size else {}))
+    click.echo(f"{out}: converted from {checkpoint}, loaded by transformers and compared")
 
 
 # ---- serve

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import cpu_as_cuda
 from entry_points import write_entry_points
@@ -34,6 +36,27 @@ def registered(directory: Path) -> dict[str, str]:
     write_entry_points(directory, "megatron_on_cpu", {"megatron-cpu": "megatron_on_cpu:INFO"})
     path = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+class WritesAsMegatron(MegatronOnCpu):
+    """Saves its weights as a training script of Megatron's own does: by `dist_checkpointing`, in the format torch_dist."""
+
+    forms: ClassVar[dict[str, bool]] = {}
+    """What it asks for beyond that: `non_homogeneous_layers`, `singleton_local_shards`."""
+
+    def save(self, directory: str) -> None:
+        from megatron.core import dist_checkpointing
+
+        Path(directory).mkdir(exist_ok=True)
+        multiprocessing.current_process()._config["daemon"] = False  # It writes in processes, which a daemon may not start.
+        chunks = {f"model{i}": chunk.module for i, chunk in enumerate(self._built.chunks)}
+        dist_checkpointing.save({name: part.sharded_state_dict(metadata=dict(self.forms)) for name, part in chunks.items()}, directory)
+
+
+class WritesEachLayer(WritesAsMegatron):
+    """Its layers and experts are tensors of their own, and so are gates."""
+
+    forms: ClassVar[dict[str, bool]] = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 
 
 class CountsEverywhere(MegatronOnCpu):

@@ -45,6 +45,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.trainer_checkpoint import named_weights, parts_of
@@ -85,7 +86,7 @@ def export_model(checkpoint: Path, out: Path, shard_size: str | None = None) -> 
             for file in fresh.glob("*.safetensors*"):
                 file.unlink()
             _written_whole(fresh, parts, shard_size or "50GB")
-        weights = _loaded_as_saved(fresh)
+        weights = loaded_as_saved(fresh)
     return weights
 
 
@@ -108,6 +109,19 @@ def put_in_place(out: Path) -> Iterator[Path]:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
+def copy_description(source: Path, into: Path, dtype: torch.dtype) -> None:
+    """Make a directory with what a model's has beside its weights; its configuration says this type, and which class loads it."""
+    into.mkdir()
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".md")):
+            shutil.copyfile(file, into / file.name)
+    described = json.loads((source / "config.json").read_text())
+    described.pop("torch_dtype", None)  # Its name before `dtype`.
+    described["dtype"] = str(dtype).removeprefix("torch.")
+    described.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[described["model_type"]]])
+    (into / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
 def _written_whole(directory: Path, weights: dict[str, Tensor], shard_size: str) -> None:
     """Write weights as transformers does, in files of at most this size. Raises ModelError: they do not fit the configuration."""
     config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
@@ -122,7 +136,7 @@ def _written_whole(directory: Path, weights: dict[str, Tensor], shard_size: str)
     model.save_pretrained(str(directory), state_dict=weights, max_shard_size=shard_size)
 
 
-def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:
+def loaded_as_saved(directory: Path) -> dict[str, Tensor]:
     """Load a directory by transformers and compare it with its files. Raises ModelError: it does not load, or differs."""
     transformers.logging.disable_progress_bar()
     try:

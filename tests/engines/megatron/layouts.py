@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from adapted_trainers import (
 )
 from followed import followed
 from megatron_models import small, with_head
-from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, SteppedOnHost
+from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, SteppedOnHost, WritesAsMegatron, WritesEachLayer
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch_file
 from transformers import AutoModelForTokenClassification
@@ -28,6 +29,7 @@ from transformers import AutoModelForTokenClassification
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.megatron.names import convert
 from m2flow.engines.models import trainer_checkpoint
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
@@ -794,3 +796,51 @@ def test_a_trainer_whose_start_fails_has_left_its_ranks_and_others_start(followe
     with started(spread(model, {"pp": 2}, followers)) as engine:
         assert engine.accumulate(batch_of(model), PPO).num_tokens
     assert not torch.distributed.is_initialized()
+
+
+CONVERTED: dict[int, list[tuple[str, Layout]]] = {
+    2: [
+        ("qwen2", {"tp": 2}),
+        ("qwen2", {"pp": 2, "vpp": 2, "micro_batches": 4}),
+        ("qwen3", {"zero": 0}),
+        ("qwen3_moe", {"ep": 2}),
+        ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+    ]
+}
+
+
+@pytest.mark.skipif(RANKS not in CONVERTED, reason="of two ranks")
+@pytest.mark.parametrize("kind", [WritesAsMegatron, WritesEachLayer])
+@pytest.mark.parametrize(("name", "layout"), CONVERTED.get(RANKS, []), ids=str)
+def test_what_megatron_saved_itself_is_converted_bit_by_bit(
+    name: str, layout: Layout, kind: Any, followers: Followers, tmp_path: Path
+) -> None:
+    model = small(name, tmp_path / "model")
+    with started(spread(model, layout, followers, kind)) as engine:
+        train(engine, batch_of(model))
+        engine.save(str(tmp_path / "iter_0000012"))
+        expected = copied(engine)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    convert(tmp_path, model, tmp_path / "converted", shard_size="40KB")
+    files = sorted((tmp_path / "converted").glob("*.safetensors"))
+    assert len(files) > 1
+    found = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    assert apart(found, expected) == 0
+    with started(EmbeddedTrain(replace(model, path=str(tmp_path / "converted"), init="pretrained"), EngineSettings())) as engine:
+        assert apart(copied(engine), expected) == 0
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+def test_a_checkpoint_of_megatrons_that_is_of_another_model_is_refused_by_name(followers: Followers, tmp_path: Path) -> None:
+    model, other = small("qwen2", tmp_path / "model"), small("llama", tmp_path / "other")
+    with started(spread(model, {"tp": 2}, followers, WritesAsMegatron)) as engine:
+        engine.save(str(tmp_path / "saved"))
+    with pytest.raises(ModelError, match=r"has no output_layer\.weight"):
+        convert(tmp_path / "saved", other, tmp_path / "converted")
+    config = Path(other.path, "config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"no place for: .*self_attention\.linear_qkv\.bias"):
+        convert(tmp_path / "saved", other, tmp_path / "converted")
+    with pytest.raises(ModelError, match=r"has no decoder\.layers\.0\.self_attention\.q_layernorm\.weight"):
+        convert(tmp_path / "saved", small("qwen3", tmp_path / "third"), tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()

@@ -14,8 +14,12 @@ import megatron_models
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 import transformers
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
+from m2flow.cli.main import cli
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.trainer import logprobs_at
 from m2flow.engines.embedded.trainer import most_likely as most_likely_of_logits
@@ -23,7 +27,8 @@ from m2flow.engines.megatron import modules
 from m2flow.engines.megatron.layout import Options, check_before, check_model, check_ranks, read
 from m2flow.engines.megatron.names import check_names, places, with_adapters
 from m2flow.engines.megatron.trainer import MegatronTrain
-from m2flow.engines.models.hf_model import checkpoint_tensors
+from m2flow.engines.models.hf_model import checkpoint_tensors, load_model
+from m2flow.engines.models.trainer_checkpoint import named_weights
 from m2flow.engines.registry import engine_named
 from m2flow.errors import EngineError
 from m2flow.planner.model_shapes import ModelShape
@@ -260,3 +265,67 @@ def test_gpt_oss_is_refused_by_name_before_a_run(tmp_path: Path) -> None:
     transformers.GptOssConfig(**sizes, head_dim=8, num_local_experts=4, vocab_size=32).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=r"no place for the weights of a 'gpt_oss' model.*(.|\n)*Use the train engine `fsdp`"):
         check_before(Model(str(tmp_path), init="random"), {}, 2)
+
+
+def as_transformer_engine_has_them(model: Model) -> dict[str, torch.Tensor]:
+    """A qwen2's weights as a training script of Megatron's saves them from modules of Transformer Engine: layers in one tensor, norms with
+    the matrices after them, a vocabulary that is filled up; and what else such a checkpoint has.
+    """
+    hf = dict(named_weights(load_model(model, device="cpu", attention="eager")))
+    config = load_model(model, device="cpu", attention="eager").config
+    groups, layers = config.num_key_value_heads, config.num_hidden_layers
+
+    def stacked(*names: str) -> torch.Tensor:
+        return torch.stack([torch.cat([hf[f"model.layers.{n}.{one}"] for one in names]) for n in range(layers)])
+
+    def interleaved(what: str) -> torch.Tensor:
+        of_layers = []
+        for n in range(layers):
+            q, k, v = (hf[f"model.layers.{n}.self_attn.{one}_proj.{what}"].chunk(groups) for one in "qkv")
+            of_layers.append(torch.cat([part for group in zip(q, k, v, strict=True) for part in group]))
+        return torch.stack(of_layers)
+
+    embeddings = hf["model.embed_tokens.weight"]
+    layer = "decoder.layers"
+    return {
+        "embedding.word_embeddings.weight": torch.cat((embeddings, torch.zeros(7, embeddings.shape[1]))),
+        f"{layer}.self_attention.linear_qkv.layer_norm_weight": stacked("input_layernorm.weight"),
+        f"{layer}.self_attention.linear_qkv.weight": interleaved("weight"),
+        f"{layer}.self_attention.linear_qkv.bias": interleaved("bias"),
+        f"{layer}.self_attention.linear_proj.weight": stacked("self_attn.o_proj.weight"),
+        f"{layer}.mlp.linear_fc1.layer_norm_weight": stacked("post_attention_layernorm.weight"),
+        f"{layer}.mlp.linear_fc1.weight": stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        f"{layer}.mlp.linear_fc1._extra_state/shard_0_2": torch.zeros(3),
+        f"{layer}.mlp.linear_fc2.weight": stacked("mlp.down_proj.weight"),
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+        "optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.zeros(4),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_with_transformer_engines_names_is_converted_by_the_command(tmp_path: Path) -> None:
+    model = megatron_models.small("qwen2", tmp_path / "model")
+    expected = dict(named_weights(load_model(model, device="cpu", attention="eager")))
+    torch.distributed.checkpoint.save(as_transformer_engine_has_them(model), checkpoint_id=tmp_path / "saved", no_dist=True)
+    told = CliRunner().invoke(cli, ["export", str(tmp_path / "saved"), "--like", model.path, "--out", str(tmp_path / "converted")])
+    assert told.exit_code == 0, told.output
+    found = load_file(tmp_path / "converted" / "model.safetensors")
+    assert found.keys() == {name for name in expected if name != "lm_head.weight"}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments", "said"),
+    [
+        ("mp_rank_00", ["--out", "converted"], "older format"),
+        ("", ["--out", "converted"], "no .metadata"),
+        ("", [], "goes with a checkpoint and --out"),
+        ("", ["--out", "converted", "--adapters"], "--like and --adapters exclude each other"),
+    ],
+)
+def test_what_is_no_checkpoint_of_megatrons_is_refused_with_what_to_do(made: str, arguments: list[str], said: str, tmp_path: Path) -> None:
+    model = megatron_models.small("qwen2", tmp_path / "model")
+    (tmp_path / "saved" / made).mkdir(parents=True)
+    told = CliRunner().invoke(cli, ["export", str(tmp_path / "saved"), "--like", model.path, *arguments])
+    assert told.exit_code != 0
+    assert said in f"{told.output}{told.exception}"
