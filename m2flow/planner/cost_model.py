@@ -829,6 +829,7 @@ class ModelledCosts(Costs):
         limit = min(self._spec.rollout.max_running, max(1, -(-self._samples.get(engine.role, 1) // layout.dp)))
         return most_running(self.shape(engine), layout, self.extent(engine.role), self._pools[pool].memory_bytes, limit)
 
+    @_memoised
     def _microbatch_tokens(self, role: str) -> float:
         """Tokens of a micro-batch: its budget, or the longest sample, which then has one of its own."""
         return max(self._spec.train.token_budget, self.extent(role).longest)

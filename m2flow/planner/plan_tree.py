@@ -23,6 +23,7 @@ Derived from a plan:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,7 +185,25 @@ def _regrouped(problem: Problem, ways: Mapping[int, tuple[Cut, int]], parts: tup
                     yield {**ways, whole: (outer, hows[0]), inner: (within, hows[1])}
 
 
+@dataclass(frozen=True, eq=False)
+class Seed:
+    """A structure with the devices of its engines, to search near."""
+
+    step_s: float
+    """As the table has it."""
+    ways: dict[int, tuple[Cut, int]]
+    options: dict[EngineId, list[tuple[Option, int]]]
+    """Engine -> an option like its own, and its device count; several if the parts of the plan disagree."""
+    chunks: dict[int, int]
+    """Set of calls of a leaf -> chunk size."""
+
+
+Counts = dict[EngineId, list[tuple[Option, int]]]
+"""Engine -> options like its own, with the number of their devices."""
+
 _HALVINGS = 8
+NEVER = 1e18
+"""Seconds of what is impossible."""
 
 
 def num_left(
@@ -229,7 +248,8 @@ def scaled_up(
     return found
 
 
-def nearest_of(sizes: Sequence[int], size: int) -> int:
+@functools.lru_cache(maxsize=4096)
+def nearest_of(sizes: tuple[int, ...], size: int) -> int:
     """The index of the size next to one."""
     return min(range(len(sizes)), key=lambda i: abs(sizes[i] - size))
 
@@ -599,6 +619,22 @@ def evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
     return left, num - 1 - left
 
 
+def side_by_side_s(every: Sequence[FloatArray]) -> FloatArray:
+    """Seconds of parts side by side, on 1, 2, ... devices, by those of each: the least in which all end."""
+    limits = np.unique(np.concatenate(every))
+    needs = sum(1 + np.searchsorted(-one, -limits) for one in every)  # Falls with the limit.
+    return np.asarray(np.append(limits, NEVER)[np.searchsorted(-needs, -1 - np.arange(len(every[0])))])
+
+
+def least_of(values: FloatArray, merit: FloatArray, axis: int = 1) -> FloatArray:
+    """The rows of the least merit along an axis of [values, ...]."""
+    every, best = np.moveaxis(values, axis, 0), merit.argmin(axis=axis - 1)
+    found = every[0].copy()
+    for i in range(1, len(every)):
+        np.copyto(found, every[i], where=best == i)
+    return np.asarray(found)
+
+
 # ---- small changes of a plan
 
 _MOST_CHANGES = 60
@@ -633,6 +669,7 @@ class Book:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._rows: dict[tuple[object, ...], range] = {}
+        self._variants: dict[tuple[EngineId, range], dict[tuple[bool, bool], int]] = {}
         self._options: dict[EngineId, list[Option]] = {}
         self._facts: dict[EngineId, FloatArray] = {}
         self._times: dict[int, FloatArray] = {}
@@ -653,6 +690,14 @@ class Book:
             every += options_near(near, problem.costs, problem.spec, num_engines=len(problem.workload.engines)).of[of]
             self._rows[key] = range(start, len(every))
         return self._rows[key]
+
+    def variant(self, engine: EngineId, rows: range, like: Option) -> int:
+        """The place in some rows of the first option that is swapped, and has a smaller cache, as another; 0 if there is none."""
+        key = self._like[engine], rows
+        if key not in self._variants:
+            every = [self.option(engine, row) for row in rows]
+            self._variants[key] = {(one.is_swapped, one.max_running > 0): i for i, one in reversed(list(enumerate(every)))}
+        return self._variants[key].get((like.is_swapped, like.max_running > 0), 0)
 
     def option(self, engine: EngineId, row: int) -> Option:
         return self._options[self._like[engine]][row]
@@ -797,6 +842,7 @@ class Climb:
         self._num_pairs = len(ways)
         self._sizes = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))
         self._known: dict[tuple[EngineId, int], range] = {}
+        self._found: dict[tuple[EngineId, int, int], int] = {}
         stage = {calls: _stage_of(self._problem, calls) for calls in self._leaves}
         last = max(stage.values())
         runs = [range(last + 1), *(run for i in range(last) for run in (range(i + 1), range(i + 1, last + 1)))]
@@ -834,9 +880,8 @@ class Climb:
         states = self._possible(states)
         if not states:
             return None
-        places, chunks = zip(*states, strict=True)
-        rows = {engine: np.array([self._rows(engine, one[engine][0])[one[engine][1]] for one in places]) for engine in self._like}
-        steps_s = self._pricer.steps_s(rows, {calls: np.array([one[calls] for one in chunks]) for calls in self._leaves})
+        rows = {engine: np.array([self._row(engine, *places[engine]) for places, _ in states]) for engine in self._like}
+        steps_s = self._pricer.steps_s(rows, {calls: np.array([chunks[calls] for _, chunks in states]) for calls in self._leaves})
         best = int(steps_s.argmin())
         return (float(steps_s[best]), states[best]) if steps_s[best] < known_s else None
 
@@ -847,7 +892,15 @@ class Climb:
         for pool, size in self._sizes.items():
             legal &= self._pricer.need({e: num * (self._like[e].pool == pool) for e, num in every.items()}) <= size
         some = [state for state, is_legal in zip(states, legal.tolist(), strict=True) if is_legal]
-        return [state for state in some if all(variant < len(self._rows(engine, num)) for engine, (num, variant) in state[0].items())]
+        return [state for state in some if all(self._row(engine, *place) >= 0 for engine, place in state[0].items())]
+
+    def _row(self, engine: EngineId, num: int, variant: int) -> int:
+        """An option's index in the book; -1 if there is none."""
+        key = engine, num, variant
+        if key not in self._found:
+            rows = self._rows(engine, num)
+            self._found[key] = rows[variant] if variant < len(rows) else -1
+        return self._found[key]
 
     def plan(self, state: State) -> tuple[Problem, Node]:
         """A plan, with a problem that has only its options."""
@@ -865,11 +918,10 @@ class Climb:
         places = {}
         for engine, (like, num) in options.items():
             num = num if self._rows(engine, num) else like.num_devices  # A pin may allow no other.
-            every = [self._book.option(engine, row) for row in self._rows(engine, num)]
-            if not every:
+            rows = self._rows(engine, num)
+            if not rows:
                 return None
-            same = [i for i, one in enumerate(every) if (one.is_swapped, one.max_running > 0) == (like.is_swapped, like.max_running > 0)]
-            places[engine] = num, (same or [0])[0]
+            places[engine] = num, self._book.variant(engine, rows, like)
         at = {calls: nearest_of(self._book.chunks(calls), chunks[calls]) for calls in self._leaves}
         return places, at
 

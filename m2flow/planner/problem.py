@@ -323,7 +323,7 @@ _FREE_PIN = PinSpec()
 _LITTLE_MORE = 1.5  # Time to onload a server over that of rebuilding what one that stays has given up, up to which it need not stay.
 
 
-class Option(msgspec.Struct, frozen=True):
+class Option(msgspec.Struct, frozen=True, cache_hash=True):
     """One way to place an engine, with the quantities that the search reads again and again (see `of`)."""
 
     pool: str
@@ -600,8 +600,9 @@ def _passes(
 ) -> FloatArray:
     trains = _of_layouts(options, lambda option: costs.train(engine, option.pool, option.layout))
     passes = [train.update if call.work == "update" else train.forward for train in trains]
-    fixed = np.array([p.fixed_s for p in passes])[:, None]
-    sample = np.array([p.sample_s + p.token_s * batch.mean_tokens + p.token2_s * batch.mean_square for p in passes])[:, None]
+    terms = np.array([(p.fixed_s, p.sample_s, p.token_s, p.token2_s) for p in passes]).reshape(-1, 4).T[..., None]
+    fixed, sample_s, token_s, token2_s = terms
+    sample = sample_s + token_s * batch.mean_tokens + token2_s * batch.mean_square
     replicas = np.array([option.layout.dp for option in options], np.float64)[:, None]
     size = np.array(chunks, np.float64)[None, :]
     if call.work == "update":  # An optimiser step ends before the next one begins, so no pass goes over more than a mini-batch.
@@ -609,9 +610,8 @@ def _passes(
     rows = np.ceil(size / replicas)
     microbatches = np.ceil(np.maximum(1.0, rows * batch.mean_tokens / call.token_budget)) if call.token_budget else np.ones_like(rows)
     longest = np.array([batch.longest_of(num) for num in size[0]])
-    most_s = np.array([p.sample_s for p in passes])[:, None] + sum(
-        np.array([getattr(p, name) for p in passes])[:, None] * longest**power for power, name in ((1, "token_s"), (2, "token2_s"))
-    )  # Of the longest sample, which one replica works on while the others wait.
+    # Of the longest sample, which one replica works on while the others wait.
+    most_s = sample_s + (token_s * longest + token2_s * longest**2)
     chunk_s = microbatches * replicas * fixed + np.maximum(rows * sample, most_s) * replicas  # `fixed` is a replica's, shared out to all.
     pass_s = call.num_samples / size * chunk_s
     if call.work != "update":

@@ -34,18 +34,22 @@ from m2flow.planner.breakdown import advice_of, bounds_of, interval_of, parts_of
 from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
     MOST_COUNTS,
+    NEVER,
     Book,
     Budget,
     Climb,
+    Counts,
     Leaf,
     Node,
     Places,
+    Seed,
     State,
     evenly,
     floors_s,
     form_of,
     grid_of,
     interpolated,
+    least_of,
     least_unit,
     leaves_of,
     mode_of,
@@ -57,6 +61,7 @@ from m2flow.planner.plan_tree import (
     places_of,
     restructured,
     scaled_up,
+    side_by_side_s,
     step_of,
     tree_of,
     ways_in,
@@ -72,38 +77,29 @@ from m2flow.planner.problem import (
     Problem,
     rigid_of,
 )
-from m2flow.planner.workload import FREE, Draws, Times, Workload, in_turns, num_minibatches, side_by_side, through_functions
+from m2flow.planner.workload import (
+    FREE,
+    Draws,
+    Times,
+    Workload,
+    in_turns,
+    num_minibatches,
+    side_by_side,
+    through_functions,
+    total_side_by_side,
+)
 from m2flow.spec import ClusterSpec
 
 # ---- structures from a table of device counts
 
 _MOST_BETWEEN, _MOST_UNITS = 16, 2048
 """Counts that are looked at between two of the table, and counts among which the devices of a structure are divided."""
-_NEVER = 1e18
-"""Seconds of what is impossible."""
 _NUM_VALUES = 10
 _MERIT, _KEPT, _BUSIEST, _ORIGIN = 6, 7, 8, 9
 """Columns of a row after its six times: the step time if it were all, bytes kept on a device, bytes while it works, its parts in a code."""
 _FAST, _FRUGAL, _LIGHT = 0, 1, 2
 """What rows may keep in memory: anything, what is worth its price, or the least (only engines that leave their devices)."""
 _IS_FRUGAL = np.array([0.0, 1.0, 0.0])[:, None, None]
-
-
-@dataclass(frozen=True, eq=False)
-class Seed:
-    """A structure with the devices of its engines, to search near."""
-
-    step_s: float
-    """As the table has it."""
-    ways: dict[int, tuple[Cut, int]]
-    options: dict[EngineId, list[tuple[Option, int]]]
-    """Engine -> an option like its own, and its device count; several if the parts of the plan disagree."""
-    chunks: dict[int, int]
-    """Set of calls of a leaf -> chunk size."""
-
-
-_Counts = dict[EngineId, list[tuple[Option, int]]]
-"""Engine -> options like its own, with the number of their devices."""
 
 
 class CountTable:
@@ -146,8 +142,9 @@ class CountTable:
         self._price = memory_price(problem) / 2
         self._rows: dict[int, FloatArray] = {}
         """Set of calls -> [values, memories, paces + 1, counts]."""
-        self._curves: dict[tuple[int, int, bool, int], FloatArray] = {}
-        """Calls, devices of a replica, whether it is swapped, index of the chunk size -> `_curve`."""
+        self._curves: dict[tuple[object, ...], FloatArray] = {}
+        """Calls, devices of a replica, whether it is swapped, index of the chunk size -> seconds on each number of devices, of `divided`;
+        and the same of parts: the way to combine, then the keys of the parts."""
 
     def seeds(self, most: int) -> list[Seed]:
         """The best structures, at most so many."""
@@ -158,7 +155,7 @@ class CountTable:
         tops = self._tops[..., -1].reshape(_NUM_VALUES, -1)
         found: dict[object, Seed] = {}
         for i in np.argsort(tops[_MERIT], kind="stable"):
-            if tops[_MERIT, i] >= _NEVER or len(found) == most:
+            if tops[_MERIT, i] >= NEVER or len(found) == most:
                 break
             seed = Seed(float(tops[_MERIT, i]), {}, {}, {})
             self._read(self._problem.graph.everything, int(tops[_ORIGIN, i]), seed)
@@ -179,17 +176,17 @@ class CountTable:
         times: dict[int, FloatArray] = {}
         found: dict[EngineId, list[tuple[Option, int]]] = {}
 
-        def solve(calls: int) -> FloatArray:
+        def solve(calls: int) -> tuple[object, ...]:
             if calls not in seed.ways:
-                times[calls] = self._curve(calls, seed, nums)
-            elif seed.ways[calls][1] == TURNS:
-                times[calls] = sum((solve(part) for part in parts_within(calls, seed.ways)), np.zeros(len(nums)))
+                key = self._curve(calls, seed, nums)
             else:
-                every = [solve(part) for part in parts_within(calls, seed.ways)]
-                limits = np.unique(np.concatenate(every))
-                needs = sum(1 + np.searchsorted(-one, -limits) for one in every)  # Falls with the limit.
-                times[calls] = np.append(limits, _NEVER)[np.searchsorted(-needs, -1 - np.arange(len(nums)))]
-            return times[calls]
+                how, parts = seed.ways[calls][1], [solve(part) for part in parts_within(calls, seed.ways)]
+                key = how, *parts
+                if key not in self._curves:
+                    every = [self._curves[part] for part in parts]
+                    self._curves[key] = sum(every, np.zeros(len(nums))) if how == TURNS else side_by_side_s(every)
+            times[calls] = self._curves[key]
+            return key
 
         def give(calls: int, limit_s: float) -> None:
             num = min(int(np.searchsorted(-times[calls], -limit_s)), len(nums) - 1)
@@ -201,18 +198,19 @@ class CountTable:
                 (engine,) = self._problem.graph.engines(calls)
                 found.setdefault(engine, []).append((seed.options[engine][0][0], int(nums[num])))
 
-        step_s = float(solve(self._problem.graph.everything)[-1])
+        solve(self._problem.graph.everything)
+        step_s = float(times[self._problem.graph.everything][-1])
         give(self._problem.graph.everything, step_s * (1 + over))
         return step_s, found
 
-    def _curve(self, calls: int, seed: Seed, nums: IntArray) -> FloatArray:
-        """Seconds of a leaf on each number of devices, in options like that of a seed and in its chunk size; none is faster with fewer."""
+    def _curve(self, calls: int, seed: Seed, nums: IntArray) -> tuple[object, ...]:
+        """The key of a leaf's seconds on each number of devices, in options like a seed's and its chunk size; none is faster with fewer."""
         (engine,) = self._problem.graph.engines(calls)
         like, leaf = seed.options[engine][0][0], self._problem.leaf(calls)
         key = calls, like.layout.num_replica_devices, like.is_swapped, nearest_of(leaf.chunks, seed.chunks[calls])
         if key not in self._curves:
             self._curves[key] = np.minimum.accumulate(self._interpolated_curve(*key, nums))
-        return self._curves[key]
+        return key
 
     def _interpolated_curve(self, calls: int, size: int, is_swapped: bool, chunk: int, nums: IntArray) -> FloatArray:
         (engine,) = self._problem.graph.engines(calls)
@@ -220,12 +218,12 @@ class CountTable:
         seconds: dict[int, float] = {}
         for i, option in enumerate(self._problem.options.of[engine]):
             if option.layout.num_replica_devices == size and option.is_swapped == is_swapped:
-                seconds[option.num_devices] = min(seconds.get(option.num_devices, _NEVER), float(leaf.times[i, chunk, 1]))
+                seconds[option.num_devices] = min(seconds.get(option.num_devices, NEVER), float(leaf.times[i, chunk, 1]))
         grid, chunks, full = np.array(sorted(seconds)), np.array([float(leaf.chunks[chunk])]), nums // size
         per = np.array([seconds[num] for num in grid]) / self._rounding(calls, chunks, grid / size)
         found = np.exp(np.interp(np.log(np.maximum(full, 1)), np.log(grid / size), np.log(np.maximum(per, 1e-12))))
         found *= self._rounding(calls, chunks, np.maximum(full, 1))
-        return np.where((full > 0) & (nums >= grid[0]), found, _NEVER)
+        return np.where((full > 0) & (nums >= grid[0]), found, NEVER)
 
     def _fill(self, sets: list[int]) -> None:
         """Compute the rows of sets of equally many calls."""
@@ -252,12 +250,12 @@ class CountTable:
 
     def _best(self, calls: int, every: FloatArray) -> FloatArray:
         """The best of [values, rows, ...]; then of all memories, of all paces, and of fewer devices."""
-        values = _least(every, self._merit_for_others(calls, every))
-        fast = _least(values, self._merit_for_others(calls, values, is_frugal=False))
-        values[:, _FRUGAL] = _least(values, self._merit_for_others(calls, values, is_frugal=True))
+        values = least_of(every, self._merit_for_others(calls, every))
+        fast = least_of(values, self._merit_for_others(calls, values, is_frugal=False))
+        values[:, _FRUGAL] = least_of(values, self._merit_for_others(calls, values, is_frugal=True))
         values[:, _FAST] = fast
-        values[:, :, -1] = _least(values, self._price * values[_KEPT] * _IS_FRUGAL + values[_MERIT], 2)
-        values[:_ORIGIN] = np.where(values[_MERIT] >= _NEVER, _NEVER, values[:_ORIGIN])
+        values[:, :, -1] = least_of(values, self._price * values[_KEPT] * _IS_FRUGAL + values[_MERIT], 2)
+        values[:_ORIGIN] = np.where(values[_MERIT] >= NEVER, NEVER, values[:_ORIGIN])
         merit, num = self._merit_for_others(calls, values), np.arange(len(self._counts))
         at = np.where(merit <= np.minimum.accumulate(merit, axis=-1), num, 0)
         at = np.maximum.accumulate(at, axis=-1) + np.arange(0, merit.size, len(num)).reshape(*merit.shape[:-1], 1)
@@ -276,7 +274,7 @@ class CountTable:
         (engine,) = problem.graph.engines(calls)
         leaf, facts, options = problem.leaf(calls), problem.facts(engine), problem.options.of[engine]
         rigid = rigid_of(problem.graph.members(calls), facts[5])
-        values = np.full((_NUM_VALUES, *self._shape), _NEVER)
+        values = np.full((_NUM_VALUES, *self._shape), NEVER)
         grid, num = np.unique(facts[1]), len(self._counts)
         fine = self._counts[:, None] + self._between
         share = fine / self._counts[:, None]
@@ -297,13 +295,13 @@ class CountTable:
             here = values[:, memory, :-1]
             every = np.exp(interpolated(np.log(fine), np.log(grid), times)).transpose(3, 2, 0, 1)
             every = every * (share * self._rounding(calls, chunk_sizes[chunks][:, None, None], fine / sizes[at][..., None]))
-            every[..., (fine < grid[0]) | (fine > self._counts[-1] + self.step)] = _NEVER
+            every[..., (fine < grid[0]) | (fine > self._counts[-1] + self.step)] = NEVER
             nearest = every[1].argmin(axis=-1)[None, ..., None]
             here[:3] = np.take_along_axis(every, nearest, axis=-1)[..., 0]
             here[3], here[4], here[5] = here[1], leaf.grains[chunks][:, None], rigid[at]
-            here[_MERIT], here[_KEPT], here[_BUSIEST] = self._merit(here), facts[2, at], facts[3, at]
+            here[_MERIT], here[_KEPT], here[_BUSIEST] = self._merit(here[1], here[3]), facts[2, at], facts[3, at]
             here[_ORIGIN] = -1 - ((at * (self._whole + 1) + np.arange(self._whole)[:, None]) * num + np.arange(num))
-        values[:_ORIGIN, ..., below < 0] = _NEVER
+        values[:_ORIGIN, ..., below < 0] = NEVER
         return values
 
     def _rounding(self, calls: int, chunks: FloatArray, replicas: FloatArray) -> FloatArray:
@@ -315,36 +313,46 @@ class CountTable:
         size = np.minimum(chunks, max(1.0, min(each)))
         return np.asarray(np.ceil(size / replicas) * replicas / size)
 
-    def _merit(self, values: FloatArray) -> FloatArray:
+    def _merit(self, total: FloatArray, busy: FloatArray) -> FloatArray:
         staleness = self._problem.workload.staleness
-        return np.asarray(values[1] if not staleness else np.maximum(values[3], values[1] / (staleness + 1)))
+        return np.asarray(total if not staleness else np.maximum(busy, total / (staleness + 1)))
 
     def _parts(self, some: list[tuple[int, int, Cut, int]]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Rows of the first parts, also with functions after them, and of the second ones, [values, cuts, 3, paces, counts]."""
+        """Rows of the first parts, their times with functions after them, and rows of the second, [values, cuts, 3, paces, counts]."""
         a = np.stack([self._rows[cut.first] for _, _, cut, _ in some], axis=1)
         b = np.stack([self._rows[cut.second] for _, _, cut, _ in some], axis=1)
         fed = a
         for i, (_, _, cut, _) in enumerate(some):
             if cut.functions:
-                fed = a.copy() if fed is a else fed
+                fed = a[:6].copy() if fed is a else fed
                 fed[:6, i] = through_functions(Times(*a[:6, i]), cut.functions, self._problem.calls, self._problem.functions).all
         return a, fed, b
 
     def _split(self, some: list[tuple[int, int, Cut, int]]) -> FloatArray:
+        """The best of a few divisions; of the others only what their merit depends on is computed."""
         a, fed, b = self._parts(some)
-        left, right = evenly(a[1], b[1])
-        start = np.arange(0, a[0].size, len(self._counts)).reshape(*a.shape[1:-1], 1)
-        of_a, of_fed, of_b = (
-            part.reshape(_NUM_VALUES, -1).take(start + np.maximum(at, 0), axis=1) for part, at in ((a, left), (fed, left), (b, right))
-        )
-        cut, values = some[0][2], np.empty_like(of_a)
+        lefts, rights = evenly(a[1], b[1])
+        start, cut, nothing = np.arange(0, a[0].size, len(self._counts)).reshape(*a.shape[1:-1], 1), some[0][2], np.zeros(())
+        needed = {1, *([0, 2, 4] if cut.is_linked and not cut.waits else []), *([3] if self._problem.workload.staleness else [])}
+
+        def merit_of(left: IntArray, right: IntArray) -> FloatArray:
+            sides = ((part, start + np.maximum(at, 0)) for part, at in ((a, left), (fed, left), (b, right)))
+            parts = [Times(*(part[i].take(at) if i in needed else nothing for i in range(6))) for part, at in sides]
+            total = total_side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits)
+            return np.where((left < 0) | (right < 0), 2 * NEVER, self._merit(total, np.maximum(parts[1].busy, parts[2].busy)))
+
+        merits = np.array([merit_of(left, right) for left, right in zip(lefts, rights, strict=True)])
+        best = merits.argmin(axis=0)[None]
+        left, right, merit = (np.take_along_axis(one, best, axis=0)[0] for one in (lefts, rights, merits))
+        of_a, of_b = (part.reshape(_NUM_VALUES, -1).take(start + np.maximum(at, 0), axis=1) for part, at in ((a, left), (b, right)))
+        of_fed = of_a if fed is a else fed.reshape(6, -1).take(start + np.maximum(left, 0), axis=1)
         parts = Times(*of_a[:6]), Times(*of_fed[:6]), Times(*of_b[:6])
-        values[:6] = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits).all
-        values[_KEPT], values[_BUSIEST] = np.maximum(of_a[_KEPT], of_b[_KEPT]), np.maximum(of_a[_BUSIEST], of_b[_BUSIEST])
-        values[_MERIT] = np.where((left < 0) | (right < 0), 2 * _NEVER, self._merit(values))
         row = np.arange(3 * (self._whole + 1)).reshape(3, -1, 1)
-        values[_ORIGIN] = self._origin(some, left, right, row, row)
-        return _least(values, values[_MERIT])
+        return np.stack([
+            *side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits).all,
+            merit, np.maximum(of_a[_KEPT], of_b[_KEPT]), np.maximum(of_a[_BUSIEST], of_b[_BUSIEST]),
+            self._origin(some, left, right, row, row),
+        ])  # fmt: skip
 
     def _turns(self, some: list[tuple[int, int, Cut, int]]) -> FloatArray:
         """Both parts on the same counts: in all paces if they alternate, and as wholes."""
@@ -353,7 +361,7 @@ class CountTable:
         pairs = np.array([*((pace, pace) for pace in range(self._whole)), *wholes]).T
         num = len(self._counts)
         of_a, of_fed, of_b = (
-            part.reshape(_NUM_VALUES, len(some), -1, num)[:, :, which] for part, which in ((a, pairs[0]), (fed, pairs[0]), (b, pairs[1]))
+            part.reshape(len(part), len(some), -1, num)[:, :, which] for part, which in ((a, pairs[0]), (fed, pairs[0]), (b, pairs[1]))
         )
         cut, values = some[0][2], np.empty_like(of_a)
         values[:6] = in_turns(*(Times(*part[:6]) for part in (of_a, of_fed, of_b)), is_linked=cut.is_linked, waits=cut.waits).all
@@ -361,13 +369,13 @@ class CountTable:
         values[_BUSIEST] = np.maximum(of_a[_BUSIEST] + of_b[_KEPT], of_b[_BUSIEST] + of_a[_KEPT])
         is_whole = np.arange(pairs.shape[1])[:, None] >= self._whole
         is_legal = (values[_BUSIEST] <= self._problem.room[0, 0]) & (is_whole | (values[5] == FREE))
-        values[_MERIT] = np.where(is_legal, self._merit(values), 2 * _NEVER)
+        values[_MERIT] = np.where(is_legal, self._merit(values[1], values[3]), 2 * NEVER)
         values[_ORIGIN] = self._origin(some, np.arange(num), np.arange(num), *pairs[:, :, None])
-        found = np.full((_NUM_VALUES, len(some), *self._shape), _NEVER)
+        found = np.full((_NUM_VALUES, len(some), *self._shape), NEVER)
         found[:, :, _FAST, :-1] = values[:, :, : self._whole]
         late = values[:, :, self._whole :]
-        found[:, :, _FAST, -1] = _least(late, late[_MERIT], 2)
-        found[:, :, _FRUGAL, -1] = _least(late, late[_MERIT] + self._price * late[_KEPT], 2)
+        found[:, :, _FAST, -1] = least_of(late, late[_MERIT], 2)
+        found[:, :, _FRUGAL, -1] = least_of(late, late[_MERIT] + self._price * late[_KEPT], 2)
         found[:, :, _LIGHT, -1] = values[:, :, -1]
         return found
 
@@ -395,15 +403,6 @@ class CountTable:
         seed.ways[calls] = cut, kind % 2
         for part, row, column in ((cut.first, of // rows, at // num), (cut.second, of % rows, at % num)):
             self._read(part, int(self._rows[part][_ORIGIN].reshape(rows, num)[row, column]), seed)
-
-
-def _least(values: FloatArray, merit: FloatArray, axis: int = 1) -> FloatArray:
-    """The rows of the least merit along an axis of [values, ...]."""
-    every, best = np.moveaxis(values, axis, 0), merit.argmin(axis=axis - 1)
-    found = every[0].copy()
-    for i in range(1, len(every)):
-        np.copyto(found, every[i], where=best == i)
-    return np.asarray(found)
 
 
 # ---- refinement between the counts of the grid
@@ -729,7 +728,7 @@ class _Search:
                 near.append((priced[0], climb, priced[1]))
         return sorted(near, key=lambda one: one[0])
 
-    def _shared_out(self, ways: Mapping[int, tuple[Cut, int]], least: _Counts, own: _Counts | None = None) -> Iterator[_Counts]:
+    def _shared_out(self, ways: Mapping[int, tuple[Cut, int]], least: Counts, own: Counts | None = None) -> Iterator[Counts]:
         """Yield devices for a structure: the least, or those of before, of which one engine has what the others leave, or several of the
         smallest have it in proportion."""
         (size,) = self.problem.num_devices

@@ -583,16 +583,30 @@ def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool
         return Times(*times, np.maximum(fed.grain, b.grain), np.full_like(rigid, DRAINS))
     both = np.minimum(a.total, b.total)
     more_a, more_b = ((factor - 1) * both for factor in slowdowns)
+    total = total_side_by_side(a, fed, b, is_linked=is_linked, waits=waits, more=(more_a, more_b))
     busy = np.maximum(fed.busy + more_a, b.busy + more_b)
     grain = np.maximum(fed.grain, b.grain)
     if not is_linked:
-        total = np.maximum(a.total + more_a, b.total + more_b)
         return Times(np.maximum(a.first, b.first), total, np.maximum(a.last, b.last), busy, grain, rigid)
     start, end = start_of(fed, grain), end_of(b, grain)
-    total = np.maximum(start + b.total + more_b, fed.total + more_a + end)
     drained = np.minimum(fed.total + b.first, total)
     first = np.where(b.rigid == DRAINS, drained, np.minimum(start, fed.first + end) + b.first)
     return Times(first, total, fed.last + b.last + more_last(grain) * np.minimum(a.total, b.total), busy, grain, rigid)
+
+
+def total_side_by_side(
+    a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, more: tuple[Factor, Factor] = (0.0, 0.0)
+) -> FloatArray:
+    """The total of `side_by_side`; reads `total` and, of linked parts that do not wait, `first`, `last` and `grain`.
+
+    `more`: seconds by which A and B are slower.
+    """
+    if waits:
+        return fed.total + b.total
+    if not is_linked:
+        return np.asarray(np.maximum(a.total + more[0], b.total + more[1]))
+    grain = np.maximum(fed.grain, b.grain)
+    return np.asarray(np.maximum(start_of(fed, grain) + b.total + more[1], fed.total + more[0] + end_of(b, grain)))
 
 
 def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
