@@ -69,7 +69,7 @@ from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
 from m2flow.planner.pools import GIB, Attained, Estimate, Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
 from m2flow.planner.workload import Extent, Workload
 from m2flow.recipe import Model, hub_directory, is_count, is_of_hub
-from m2flow.spec import ClusterSpec
+from m2flow.spec import ClusterSpec, PinSpec
 
 # ---- memory
 
@@ -611,22 +611,35 @@ class ModelledCosts(Costs):
 
     @_memoised
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
+        return self._layouts(engine, pool, num_devices, None)
+
+    def layouts_like(self, engine: EngineId, pool: str, num_devices: int, like: Layout) -> Sequence[Layout]:
+        # Of the other layouts nothing is computed: there are many times as many.
+        found = self._layouts(engine, pool, num_devices, like)
+        return [layout for layout in found if layout.has_replicas_of(like)]
+
+    def _layouts(self, engine: EngineId, pool: str, num_devices: int, like: Layout | None) -> Sequence[Layout]:
+        """`layouts`; of those that have not the replicas of `like`, if it is given, as many as it takes no time to list."""
         found = self._pools[pool]
         if not 1 <= num_devices <= found.num_devices:
             return ()
         if found.device.shares_host_memory:
             return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
         offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
-        legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node)
+        legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node, like)
         options = self._spec.train.options if engine.kind == "train" else {}
         ordered = [layout for layout in legal if can_order(shape, layout, options) and _is_as_told(layout, offers, options)]
         return (*self._with_recomputed(engine, pool, ordered), *self._over_nodes(engine, num_devices, per_node))
+
+    @_memoised
+    def _pin(self, engine: EngineId) -> PinSpec:
+        return self._spec.pin_of(engine.role, engine.kind)
 
     def _with_recomputed(self, engine: EngineId, pool: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
         """These layouts, and each with recomputed layers too where activations are much of a device, or a pin asks for it."""
         if engine.kind != "train" or not self._may_recompute or not self.is_trained(engine):
             return layouts
-        there, is_asked = self.device_bytes(pool), bool(self._spec.pin_of(engine.role, engine.kind).recompute)
+        there, is_asked = self.device_bytes(pool), bool(self._pin(engine).recompute)
         found = list[Layout]()
         for layout in layouts:
             need = self.footprint(engine, pool, layout)
@@ -636,7 +649,7 @@ class ModelledCosts(Costs):
 
     def _over_nodes(self, engine: EngineId, num_devices: int, per_node: int) -> tuple[Layout, ...]:
         """Layouts whose tensor parallelism goes over whole nodes, of a rollout engine whose pin asks for it."""
-        tp = self._spec.pin_of(engine.role, engine.kind).layout.tp or 0
+        tp = self._pin(engine).layout.tp or 0
         if engine.kind != "rollout" or tp <= per_node or tp % per_node or num_devices % tp or not self.shape(engine).is_tp_legal(tp):
             return ()
         return (Layout(tp=tp, dp=num_devices // tp),)

@@ -589,9 +589,11 @@ def adds_adapters(engine: str) -> bool:
     return can is not None and can.lora
 
 
-def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:
-    """List the legal layouts on exactly this many devices."""
-    return tuple(_layouts(shape, offers, kind, num_devices, per_node))
+def legal_layouts(
+    shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int, like: Layout | None = None
+) -> tuple[Layout, ...]:
+    """List the legal layouts on exactly this many devices; with `like`, those with its degrees within a replica."""
+    return tuple(_layouts(shape, offers, kind, num_devices, per_node, like))
 
 
 def thread_layouts(
@@ -610,19 +612,21 @@ def thread_layouts(
     return tuple(Layout(tp=k, dp=num_devices // k) for k in range(1, min(per_node, num_devices) + 1) if num_devices % k == 0)
 
 
-def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> Iterator[Layout]:
+def _layouts(
+    shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int, like: Layout | None
+) -> Iterator[Layout]:
     for tp in _degrees(offers.tp, per_node, num_devices):
-        if not shape.is_tp_legal(tp):
+        if (like is not None and tp != like.tp) or not shape.is_tp_legal(tp):
             continue
         for sp in _degrees(offers.sp, per_node // tp, num_devices // tp):
             of_heads = tp if offers.gathers_keys else tp * sp
-            if per_node % (tp * sp) or not shape.is_sp_legal(of_heads):
+            if (like is not None and sp != like.sp) or per_node % (tp * sp) or not shape.is_sp_legal(of_heads):
                 continue
             if offers.divides_heads and shape.num_split_heads % of_heads:
                 continue
             for pp in _powers(offers.pp, min(shape.num_layers, num_devices // (tp * sp))):
                 replica = tp * sp * pp
-                if num_devices % replica or (offers.divides_layers and shape.num_layers % pp):
+                if (like is not None and pp != like.pp) or num_devices % replica or (offers.divides_layers and shape.num_layers % pp):
                     continue
                 dp = num_devices // replica
                 if kind == "train" and offers.dp is not None and dp > offers.dp:

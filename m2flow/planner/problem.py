@@ -412,9 +412,8 @@ def options_near(
     for engine, (pool, like, counts) in engines.items():
         found.of[engine], found.unfit[engine] = [], []
         for num in _counts(costs.unit(engine, pool), max(counts), counts):
-            for layout in costs.layouts(engine, pool, num):
-                is_like = (layout.tp, layout.pp, layout.sp, layout.ep) == (like.tp, like.pp, like.sp, like.ep)
-                if is_like and is_allowed(engine, pool, layout, spec):
+            for layout in costs.layouts_like(engine, pool, num, like):
+                if is_allowed(engine, pool, layout, spec):
                     _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and max(num_engines, len(engines)) > 1)
     return found
 

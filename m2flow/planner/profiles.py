@@ -618,6 +618,9 @@ class ProfiledCosts(Costs):
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
         return self.modelled.layouts(engine, pool, num_devices)
 
+    def layouts_like(self, engine: EngineId, pool: str, num_devices: int, like: Layout) -> Sequence[Layout]:
+        return self.modelled.layouts_like(engine, pool, num_devices, like)
+
     def unit(self, engine: EngineId, pool: str) -> int:
         return self.modelled.unit(engine, pool)
 

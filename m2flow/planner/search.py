@@ -140,6 +140,8 @@ class CountTable:
         self._solver = Solver(problem, hows=hows)
         self._shape = 3, self._whole + 1, len(self._counts)
         self._price = memory_price(problem) / 2
+        self._sizes = {engine: np.array([one.layout.num_replica_devices for one in some]) for engine, some in problem.options.of.items()}
+        """Devices of a replica in each option."""
         self._rows: dict[int, FloatArray] = {}
         """Set of calls -> [values, memories, paces + 1, counts]."""
         self._curves: dict[tuple[object, ...], FloatArray] = {}
@@ -214,13 +216,12 @@ class CountTable:
 
     def _interpolated_curve(self, calls: int, size: int, is_swapped: bool, chunk: int, nums: IntArray) -> FloatArray:
         (engine,) = self._problem.graph.engines(calls)
-        leaf = self._problem.leaf(calls)
-        seconds: dict[int, float] = {}
-        for i, option in enumerate(self._problem.options.of[engine]):
-            if option.layout.num_replica_devices == size and option.is_swapped == is_swapped:
-                seconds[option.num_devices] = min(seconds.get(option.num_devices, NEVER), float(leaf.times[i, chunk, 1]))
-        grid, chunks, full = np.array(sorted(seconds)), np.array([float(leaf.chunks[chunk])]), nums // size
-        per = np.array([seconds[num] for num in grid]) / self._rounding(calls, chunks, grid / size)
+        leaf, facts = self._problem.leaf(calls), self._problem.facts(engine)
+        rows = np.flatnonzero((self._sizes[engine] == size) & (facts[5] == is_swapped))
+        grid, which = np.unique(facts[1, rows], return_inverse=True)
+        seconds, chunks, full = np.full(len(grid), NEVER), np.array([float(leaf.chunks[chunk])]), nums // size
+        np.minimum.at(seconds, which, leaf.times[rows, chunk, 1])
+        per = seconds / self._rounding(calls, chunks, grid / size)
         found = np.exp(np.interp(np.log(np.maximum(full, 1)), np.log(grid / size), np.log(np.maximum(per, 1e-12))))
         found *= self._rounding(calls, chunks, np.maximum(full, 1))
         return np.where((full > 0) & (nums >= grid[0]), found, NEVER)
@@ -272,7 +273,7 @@ class CountTable:
     def _leaf(self, calls: int) -> FloatArray:
         problem = self._problem
         (engine,) = problem.graph.engines(calls)
-        leaf, facts, options = problem.leaf(calls), problem.facts(engine), problem.options.of[engine]
+        leaf, facts = problem.leaf(calls), problem.facts(engine)
         rigid = rigid_of(problem.graph.members(calls), facts[5])
         values = np.full((_NUM_VALUES, *self._shape), NEVER)
         grid, num = np.unique(facts[1]), len(self._counts)
@@ -284,7 +285,7 @@ class CountTable:
             facts[2]
             <= np.array([facts[2, facts[1] == num].min() for num in grid])[np.searchsorted(grid, facts[1])] + problem.room[0, 0] / 16
         )
-        sizes, chunk_sizes = np.array([option.layout.num_replica_devices for option in options]), np.array(leaf.chunks, np.float64)
+        sizes, chunk_sizes = self._sizes[engine], np.array(leaf.chunks, np.float64)
         full = self._rounding(calls, chunk_sizes, (facts[1] / sizes)[:, None])
         for memory in (_FAST, _FRUGAL, _LIGHT):
             total = leaf.times[:, chunks, 1] + (self._price * facts[2] * (memory == _FRUGAL))[:, None]

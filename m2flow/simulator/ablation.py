@@ -150,6 +150,9 @@ class Relaxed(Costs):
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
         return self._costs.layouts(engine, pool, num_devices)
 
+    def layouts_like(self, engine: EngineId, pool: str, num_devices: int, like: Layout) -> Sequence[Layout]:
+        return self._costs.layouts_like(engine, pool, num_devices, like)
+
     def unit(self, engine: EngineId, pool: str) -> int:
         return self._costs.unit(engine, pool)
 

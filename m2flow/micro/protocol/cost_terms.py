@@ -57,6 +57,10 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     def num_devices(self) -> int:
         return self.num_replica_devices * self.dp
 
+    def has_replicas_of(self, other: Layout) -> bool:
+        """Whether all degrees but `dp` are those of another layout."""
+        return (self.tp, self.pp, self.sp, self.ep) == (other.tp, other.pp, other.sp, other.ep)
+
     def __str__(self) -> str:
         names = [f"{name}{value}" for name in ("tp", "pp", "sp", "ep", "dp") if (value := getattr(self, name)) > 1]
         names += [f"zero{self.zero}"] if self.zero else []
@@ -260,6 +264,10 @@ class Costs(ABC):
     @abstractmethod
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
         """List the legal layouts on exactly this many devices, regardless of memory. Empty if there is none."""
+
+    def layouts_like(self, engine: EngineId, pool: str, num_devices: int, like: Layout) -> Sequence[Layout]:
+        """List those of `layouts` that have the replicas of another one."""
+        return [layout for layout in self.layouts(engine, pool, num_devices) if layout.has_replicas_of(like)]
 
     @abstractmethod
     def unit(self, engine: EngineId, pool: str) -> int:
