@@ -267,7 +267,8 @@ class Memory:
     def fullness(self, rows: FloatArray) -> tuple[FloatArray, IntArray]:
         """The most bytes that are kept on a device, and the quarter of its memory in which they end; 4 leaves nobody else room, [rows]."""
         kept = rows[KEPT].max(axis=1)
-        return kept.max(axis=0), (4 * kept / self.problem.room[0][:, None]).max(axis=0).clip(0, 4).astype(np.int64)
+        quarter = (4 * kept / self.problem.room[0][:, None]).max(axis=0)
+        return kept.max(axis=0), np.minimum(quarter, 4).astype(np.int64)
 
     def fits(self, calls: int, rows: FloatArray) -> npt.NDArray[np.bool_]:
         """Whether there is room for rows of `calls`, with what all others need at least if all engines take turns."""
@@ -700,10 +701,10 @@ class Solver:
         num_turns = int(np.count_nonzero(which < num_alone))
         every = self._rows.values
         need = self._need(every[: self._num_pools].take(a, 1), every[: self._num_pools].take(b, 1), num_turns)
-        legal: BoolArray = np.asarray((need <= self._sizes[:, None]).all(axis=0))
-        legal[legal] = self._may_do(calls, a[legal], b[legal], which[legal] < num_alone, need[:, legal])
-        if not legal.all():
-            a, b, fed, which, need = a[legal], b[legal], fed[legal], which[legal], need[:, legal]
+        legal = np.flatnonzero((need <= self._sizes[:, None]).all(axis=0))
+        legal = legal[self._may_do(calls, a.take(legal), b.take(legal), which.take(legal) < num_alone, need.take(legal, 1))]
+        if len(legal) < len(a):
+            a, b, fed, which, need = a.take(legal), b.take(legal), fed.take(legal), which.take(legal), need.take(legal, 1)
         times = self._pair_times(some, a, b, fed, which)
         held = times[3] if self.problem.workload.staleness else times[1]
         work = np.maximum(self._rows.work[a] + self._rows.work[b], need.sum(axis=0) * held)
@@ -711,7 +712,8 @@ class Solver:
         if not len(keep):
             return self._nothing()
         if len(keep) < len(a):
-            a, b, which, need, times, work = a[keep], b[keep], which[keep], need[:, keep], times[:, keep], work[keep]
+            a, b, which, work = a.take(keep), b.take(keep), which.take(keep), work.take(keep)
+            need, times = need.take(keep, 1), times.take(keep, 1)
         cuts, num_turns = [cut for _, cut, _ in some], int(np.count_nonzero(which < num_alone))
         ties = self._ties(some, self._rows.ties.take(a, 1), self._rows.ties.take(b, 1), which)
         self._add_syncs(some, ties, which, times)

@@ -696,10 +696,11 @@ def undominated(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 
 
 def codes(ties: IntArray) -> IntArray:
     """Encode each row of ties, [ties, rows], as one number."""
-    code = np.zeros(ties.shape[1], np.int64)
-    for column in ties:
-        code = code * (int(column.max(initial=0)) + 2) + column + 1
-    return code
+    if not ties.size:
+        return np.zeros(ties.shape[1], np.int64)
+    sizes = ties.max(axis=1) + 2
+    sizes[:-1], sizes[-1] = np.maximum(sizes[1:], 2), 1
+    return np.asarray(np.cumprod(sizes[::-1])[::-1] @ (ties + 1))
 
 
 def _undominated_rows(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray:

@@ -94,7 +94,8 @@ from m2flow.spec import ClusterSpec
 
 _MOST_BETWEEN, _MOST_UNITS = 16, 2048
 """Counts that are looked at between two of the table, and counts among which the devices of a structure are divided."""
-_NUM_VALUES = 10
+_NUM_VALUES, _AT_ONCE = 10, 4
+"""Numbers of a row, and cuts that are computed at once: more do not fit the CPU's cache."""
 _MERIT, _KEPT, _BUSIEST, _ORIGIN = 6, 7, 8, 9
 """Columns of a row after its six times: the step time if it were all, bytes kept on a device, bytes while it works, its parts in a code."""
 _FAST, _FRUGAL, _LIGHT = 0, 1, 2
@@ -231,8 +232,8 @@ class CountTable:
         made: dict[int, list[FloatArray]] = {calls: [self._leaf(calls)] if calls in self._is_leaf else [] for calls in sets}
         every = [(calls, index, cut, how) for calls in sets for index, cut, how in self._ways_of(calls)]
         for how, kind in itertools.product((SPLIT, TURNS), (0, 1, 2)):
-            some = [one for one in every if one[3] == how and one[2].is_linked + (one[2].is_linked and one[2].waits) == kind]
-            if some:
+            alike = [one for one in every if one[3] == how and one[2].is_linked + (one[2].is_linked and one[2].waits) == kind]
+            for some in (alike[i : i + _AT_ONCE] for i in range(0, len(alike), _AT_ONCE)):
                 joined = self._split(some) if how == SPLIT else self._turns(some)
                 for i, one in enumerate(some):
                     made[one[0]].append(joined[:, i])
