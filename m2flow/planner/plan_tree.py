@@ -724,8 +724,9 @@ class Book:
         known = self._times.get(calls, np.zeros((0, len(self.chunks(calls)), TIMES)))
         if len(known) < len(every):
             known = self._times[calls] = np.concatenate([known, np.full((len(every) - len(known), *known.shape[1:]), np.nan)])
-        missing = np.unique(rows[np.isnan(known[rows, 0, 0])])
+        missing = rows[np.isnan(known[rows, 0, 0])]
         if len(missing):
+            missing = np.unique(missing)
             made = self.problem.times_of(calls, [every[row] for row in missing.tolist()])
             known[missing], self._grains[calls] = made.times, made.grains
         first, total, last = known[rows, chunks].T

@@ -470,7 +470,7 @@ def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
 def is_allowed(engine: EngineId, pool: str, layout: Layout, spec: ClusterSpec) -> bool:
     """Whether the spec's pins allow an engine this pool and this layout."""
     pin = pin_of(engine, spec)
-    return pin.pool in (None, pool) and _count_allowed(layout.num_devices, pin) and _layout_allowed(layout, pin)
+    return pin is _FREE_PIN or (pin.pool in (None, pool) and _count_allowed(layout.num_devices, pin) and _layout_allowed(layout, pin))
 
 
 def _count_allowed(num: int, pin: PinSpec) -> bool:
