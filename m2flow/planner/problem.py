@@ -516,10 +516,9 @@ def leaf_times(
     """
     engine = calls[0].engine
     assert engine is not None
-    some = [call for call in calls if call.num_samples]
-    if not some:
+    if not any(call.num_samples for call in calls):
         return LeafTimes((1,), np.zeros((len(options), 1, TIMES)), np.zeros(1))
-    chunks = chunks_of(calls)
+    chunks, grains = _chunks_and_grains(tuple(calls))
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
     total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))
     first = sum((t[..., 1] for t in each[: range(len(each))[shown]]), each[shown][..., 0])
@@ -527,8 +526,15 @@ def leaf_times(
     last = each[0][..., 2] + sum(after, np.zeros(each[0].shape[:2]))
     come = np.array([option.come_s for option in options])[:, None]
     leave = np.array([option.leave_s for option in options])[:, None]
-    grains = np.max([[min(1.0, chunk / call.num_samples, 1 / num_minibatches(call)) for chunk in chunks] for call in some], axis=0)
     return LeafTimes(chunks, np.stack([first + come, total + come + leave, last + leave], axis=-1), grains)
+
+
+@functools.lru_cache(maxsize=256)
+def _chunks_and_grains(calls: tuple[CallLoad, ...]) -> tuple[tuple[int, ...], FloatArray]:
+    """The chunk sizes of calls, and what share of the batch each is."""
+    some, chunks = [call for call in calls if call.num_samples], chunks_of(calls)
+    each = [[min(1.0, chunk / call.num_samples, 1 / num_minibatches(call)) for chunk in chunks] for call in some]
+    return chunks, np.max(each, axis=0)
 
 
 def chunks_of(calls: Sequence[CallLoad]) -> tuple[int, ...]:
