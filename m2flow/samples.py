@@ -240,7 +240,9 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @classmethod
     def _bytes(cls, rows: list[bytes], kind: Literal["text", "json"]) -> Ragged:
-        return cls(np.frombuffer(b"".join(rows), np.uint8), _offsets([len(row) for row in rows]), kind)
+        offsets = _offsets([len(row) for row in rows])
+        offsets.flags.writeable = False  # As the bytes are: a batch of these alone is frozen already.
+        return cls(np.frombuffer(b"".join(rows), np.uint8), offsets, kind)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -29,6 +29,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from m2flow.observe.spans import OF_EPISODES, Attribute, Count, Span, SpanName, sample_of, samples_of, shown_name
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import Link, SpanContext, Status
+    from opentelemetry.trace import Span as OtelSpan
 
 
 class SpanId(NamedTuple):
@@ -118,15 +120,33 @@ class Trace:
     def __init__(self, run: str, environment: Mapping[str, str] = os.environ) -> None:
         self._run = run
         self._share = share_of_samples(environment)
+        self._span_of = functools.lru_cache(_MOST_SPANS)(self._made)
+        """A sample is often worked on by several functions, one after the other."""
 
     def enter(self, sample: int | None) -> None:
         """Make this sample's root span current, or the run's for None (work on several samples). The caller ends the context."""
-        from opentelemetry import context, trace
+        context, trace = _api()
+        context.attach(trace.set_span_in_context(self._span_of(sample)))
 
+    def _made(self, sample: int | None) -> OtelSpan:
+        _, trace = _api()
         of = run_span(self._run) if sample is None else sample_span(self._run, sample)
         is_sampled = sample is None or is_kept(of, self._share)
         around = trace.SpanContext(*of, is_remote=True, trace_flags=trace.TraceFlags(int(is_sampled)))
-        context.attach(trace.set_span_in_context(trace.NonRecordingSpan(around)))
+        span: OtelSpan = trace.NonRecordingSpan(around)
+        return span
+
+
+_MOST_SPANS = 1024
+"""Samples whose spans are remembered."""
+
+
+@functools.cache
+def _api() -> tuple[ModuleType, ModuleType]:
+    """OpenTelemetry's modules of contexts and of traces, which are loaded with the first function."""
+    from opentelemetry import context, trace
+
+    return context, trace
 
 
 _OF_MANY = frozenset({"m2flow.samples", "m2flow.unit_us", "m2flow.rewards"})

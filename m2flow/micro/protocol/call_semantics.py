@@ -389,6 +389,8 @@ def _checked_value(call: Call, sample: SampleId, value: object) -> object:
     if call.options["column"] == "reward":
         return _checked_reward(call, sample, value)
     plain = as_python(value)
+    if type(plain) in (float, bool, str) or (type(plain) is int and plain.bit_length() <= 64):
+        return plain  # JSON has all of these.
     try:
         json.dumps(plain)
     except (TypeError, ValueError, RecursionError) as error:

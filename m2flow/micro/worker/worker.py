@@ -475,6 +475,8 @@ class Worker:
         self.is_in_users_code = False
         """Whether a user's function is being called, whose duration is not the worker's fault."""
         self._reports = Reports(self._attempt)
+        self._may_go_on = False
+        """`_reads_meanwhile` at the end of the last turn: nothing that it depends on changes between two turns."""
         self._flushed_ns = 0
         self._num_turns = 0
 
@@ -486,26 +488,27 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether `turn` would do more than receive."""
-        return self.engine_host.is_generating or self._reports.are_due or self._next_is_ready()
+        return self._may_go_on or self.engine_host.is_generating or self._reports.are_due or self._next_is_ready()
 
     def turn(self) -> None:
         """Receive what has arrived, decode one token of everything that generates, and do one task."""
         self.num_turns += 1
-        if not self._reads_meanwhile():
+        if not self._may_go_on:
             self._receive()
             self._tasks.read()
         if self.engine_host.is_generating:
             self._idle_spans.works()
             self._decode()
-        self._send_turns()
+        has_sent = self._send_turns()
         self._report_load()
         self._report_parts()
-        if self._next_is_ready():
+        if (self._may_go_on and not has_sent) or self._next_is_ready():
             self._idle_spans.works()
             self._do(self._tasks.pop())
         else:
             self._reports.make()
-        if not self._reads_meanwhile():
+        self._may_go_on = self._reads_meanwhile()
+        if not self._may_go_on:
             self.flush_spans(force=False)
 
     def _reads_meanwhile(self) -> bool:
@@ -763,15 +766,16 @@ class Worker:
         for call, rows, place in self._progress_log.due(self.engine_host):
             self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *call_semantics.lengths_of(rows), version_spans_of(rows), place))
 
-    def _send_turns(self) -> None:
-        """Ask other workers for turns of episodes here, and answer what they have asked for. A dead one gets nothing: its samples are
-        preempted here, or were lost with it."""
+    def _send_turns(self) -> bool:
+        """Ask other workers for turns of episodes here, and answer what they have asked for; returns whether there was any. A dead one gets
+        nothing: its samples are preempted here, or were lost with it."""
         asked, answered = self.engine_host.take_turns()
         for key, parts in ((TURNS_ASKED, asked), (TURNS_ANSWERED, answered)):
             for peer, rows in parts:
                 start = now_ns()
                 if self._peers.send(peer, Parcel(key, rows, self.settings.tag)):
                     self.recorder.add(SpanName.SEND, start, now_ns(), num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
+        return bool(asked or answered)
 
     def _generated(self, call: Call, rows: Batch) -> None:
         """Samples are done: write them down, hand them on, and say so; end their tasks."""
