@@ -261,6 +261,15 @@ def test_layouts_use_all_devices_and_keep_tensor_groups_inside_a_node() -> None:
     assert zero == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(("model", "train"), [("Qwen2.5-7B", "deepspeed"), ("Qwen3-30B-A3B", "megatron"), ("Qwen2.5-0.5B", "fsdp")])
+def test_layouts_like_one_are_those_of_all_layouts_that_have_its_replicas(model: str, train: str) -> None:
+    known = costs(model, nodes=4, train=TrainSpec(engine=train, token_budget=16_384))
+    for engine, count in itertools.product((ROLLOUT, TRAIN, REFERENCE), (8, 12, 32)):
+        every = known.layouts(engine, "main", count)
+        for like in every:
+            assert list(known.layouts_like(engine, "main", count, like)) == [one for one in every if one.has_replicas_of(like)]
+
+
 def test_an_embedded_engine_has_a_whole_model_on_each_device_in_training_as_in_rollout() -> None:
     shape = shape_named("Qwen2.5-0.5B")
     assert legal_layouts(shape, offered("embedded", "train"), "train", 1, 8) == (Layout(),)
