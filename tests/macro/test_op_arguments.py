@@ -242,6 +242,26 @@ async def hangs(sample: Sample) -> float:
     return 0.0
 
 
+@op(granularity="sample")
+def in_bytes(sample: Sample) -> bytes:
+    return b"0.5"
+
+
+@op(granularity="sample")
+def too_long_a_number(sample: Sample) -> int:
+    return 10**5000
+
+
+@flow
+def returns_bytes() -> None:
+    in_bytes(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=4))
+
+
+@flow
+def returns_too_long_a_number() -> None:
+    too_long_a_number(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=4))
+
+
 @flow
 def returns_too_few() -> None:
     too_few(Policy("fake").generate(Dataset(ROWS).take(3), n=2, max_new_tokens=4))
@@ -262,6 +282,8 @@ def waits_for_ever() -> None:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
+        (returns_bytes, "in_bytes returned a bytes on sample p0/0, which can't travel"),
+        (returns_too_long_a_number, "too_long_a_number returned a int on sample p0/0, which can't travel: Exceeds the limit"),
         (returns_too_few, r"too_few returned \[0\] for the mini-batch p0/0 to p1/1, which has 4 samples"),
         (asks_for_another_metric, "there is no 'accuracy' for number; there is grad_norm"),
         (waits_for_ever, "hangs took longer than 0.05 s on sample p0/0"),
