@@ -68,7 +68,7 @@ from torch import Tensor
 
 from m2flow.engines import installed
 from m2flow.engines.contract import MOVED, EngineSettings
-from m2flow.engines.distributed import model_parallel
+from m2flow.engines.distributed import model_parallel, sequence_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, use_threads
@@ -327,8 +327,8 @@ class DeepSpeedTrain(RankedTrain):
         self._num_pending = 0
         """Backward passes since the last step."""
         self._is_away = False
-        self._split: model_parallel.Split | None = None
-        self._sequence: model_parallel.Sequence | None = None
+        self._split: model_parallel.AutoTP | None = None
+        self._sequence: sequence_parallel.SequenceParallel | None = None
 
     @property
     def _num_alike(self) -> int:
@@ -358,12 +358,12 @@ class DeepSpeedTrain(RankedTrain):
         self._head = self._replaced_head()
         self._demonstrations = Demonstrations(self._codec)
         if self._options.tp > 1:
-            self._split = self._together(lambda: model_parallel.Split(self._model, self._options.tp))
+            self._split = self._together(lambda: model_parallel.AutoTP(self._model, self._options.tp))
         if self._options.sp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
             group = self._ranks.neighbours(self._options.sp)
-            self._sequence = self._together(lambda: model_parallel.Sequence(self._model, group, UlyssesSPAttentionHF))
+            self._sequence = self._together(lambda: sequence_parallel.SequenceParallel(self._model, group, UlyssesSPAttentionHF))
             if self._routers is not None:
                 self._routers.group = group
         if self._options.activation_checkpointing:
@@ -560,12 +560,12 @@ class DeepSpeedTrain(RankedTrain):
 
     def _pack(self, batch: Batch) -> packing.Packed:
         packed = super()._pack(batch)
-        return packed if self._sequence is None else self._sequence.share(packed)
+        return packed if self._sequence is None else self._sequence.shard(packed)
 
     def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None, top: Tensor | int = 0) -> dict[str, Tensor]:
         if self._sequence is None:
             return super()._model_outputs(packed, temperature, top)
-        own = self._sequence.share(packed) if packed.which is None else packed
+        own = self._sequence.shard(packed) if packed.which is None else packed
         which = own.which
         assert which is not None
         own_top = top[which] if isinstance(top, Tensor) else top
@@ -756,7 +756,7 @@ class DeepSpeedTrain(RankedTrain):
         for part in self._client.parts if self._options.zero == 3 else []:
             part.data = self._together(functools.partial(drive.map_tensor, part))
 
-    def _mark_repeated(self, split: model_parallel.Split) -> None:
+    def _mark_repeated(self, split: model_parallel.AutoTP) -> None:
         """Mark where flat parts hold values that every rank of a tensor group has."""
         with self._in_place_of_weights({part: torch.zeros_like(part) for part in self._client.parts}):
             for tensor in self._trained:

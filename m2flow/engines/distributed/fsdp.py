@@ -6,12 +6,12 @@
 How a batch is shared out is in `m2flow.engines.distributed.ranks`; this module shards the model and gathers its weights. Sums go over
 ranks in their order, so one layout always gives the same bits.
 
-With `tp` neighbouring ranks see the same samples, and split attention and MLPs among them by heads and widths. With `cp` each has a part of
-the rows, and in the attention the keys and values of all; parameters are sharded over these ranks as over others, with `tp` each `tp`-th is
-one of them. With `ep` the experts of a
-mixture are split over neighbouring ranks first (of a stage, with `pp` too; with `tp`, over `tp * ep` of them), and each rank's are sharded
-over those that hold the same. Rows go to the ranks that have their experts, and back; all else is as without `ep`. Both are in
-`m2flow.engines.distributed.model_parallel`.
+With `tp` neighbouring ranks see the same samples, and split attention and MLPs among them by heads and widths
+(`m2flow.engines.distributed.model_parallel`). With `cp` each has a part of the rows, and in the attention the keys and values of all
+(`m2flow.engines.distributed.sequence_parallel`); parameters are sharded over these ranks as over others, with `tp` each `tp`-th is one of
+them. With `ep` (also in `model_parallel`) the experts of a mixture are split over neighbouring ranks first (of a stage, with `pp` too; with
+`tp`, over `tp * ep` of them), and each rank's are sharded over those that hold the same. Rows go to the ranks that have their experts, and
+back; all else is as without `ep`.
 
 With `pp` the layers are spread over stages first (`m2flow.engines.distributed.pipeline`), and each stage is sharded over its own ranks.
 With `vpp` too, each rank has so many chunks of layers, and passes go round the ranks as often (interleaved 1F1B): the wait for the first
@@ -95,7 +95,7 @@ from m2flow.engines.contract import (
     WeightForm,
     blended,
 )
-from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, model_parallel
+from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, model_parallel, sequence_parallel
 from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
 from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
 from m2flow.engines.distributed.ranks import Box, RankedTrain, Root, stopping_if_it_fails
@@ -148,7 +148,7 @@ class FsdpTrain(RankedTrain):
         self._exchanges: dict[torch.nn.Module, Exchange] = {}
         """What ranks do together within layers, by the module that does it: sums over tensor ranks, and rows sent to experts."""
         self._guard = Guard(settings.rank)
-        self._context: model_parallel.Context | None = None
+        self._context: sequence_parallel.ContextParallel | None = None
         self._near = self._ranks
         """With `cp`, those that have parts of the same sequences."""
 
@@ -158,7 +158,7 @@ class FsdpTrain(RankedTrain):
         how, recomputes = _options(self._settings.options, self._settings.device), self._flag("recompute", default=False)
         self._ranks.open()
         super().start()
-        widths = model_parallel.widths_of(self._model, self._loading_device, self._tp) if self._cp > 1 else {}
+        widths = sequence_parallel.widths_of(self._model, self._loading_device, self._tp) if self._cp > 1 else {}
         self._root = self._placed()
         blocks: dict[torch.nn.Module, model_parallel.Block] = {}
         if self._tp > 1:
@@ -168,7 +168,7 @@ class FsdpTrain(RankedTrain):
             if self._routers is not None:
                 self._routers.group = self._near.group
             own = set(self._model.modules())
-            self._context = model_parallel.Context(self._near.group, {one: width for one, width in widths.items() if one in own})
+            self._context = sequence_parallel.ContextParallel(self._near.group, {one: width for one, width in widths.items() if one in own})
             if self._is_guarded:
                 blocks.update(self._context.join(blocks))
         self._exchanges.update(blocks)
@@ -285,12 +285,12 @@ class FsdpTrain(RankedTrain):
 
     def _pack(self, batch: Batch) -> packing.Packed:
         packed = super()._pack(batch)
-        return packed if self._context is None else self._context.share(packed)
+        return packed if self._context is None else self._context.shard(packed)
 
     def _model_outputs(self, packed: packing.Packed, temperature: Tensor | None, top: Tensor | int = 0) -> dict[str, Tensor]:
         if self._context is None:
             return super()._model_outputs(packed, temperature, top)
-        own = self._context.share(packed) if packed.which is None else packed
+        own = self._context.shard(packed) if packed.which is None else packed
         which = own.which
         assert which is not None
         own_top, own_temperature = top[which] if isinstance(top, Tensor) else top, None if temperature is None else temperature[which]

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from m2flow.engines.distributed.guard import Guard
-from m2flow.engines.distributed.model_parallel import own_weights, reduce_scatter
+from m2flow.engines.distributed.model_parallel import own_weights
 from m2flow.engines.distributed.ranks import Ranks
+from m2flow.engines.distributed.sequence_parallel import reduce_scatter
 from m2flow.engines.models.trainer_checkpoint import local
 
 _P = TypeVar("_P")

@@ -4,7 +4,7 @@
     micro-batches --run: 1F1B, interleaved or one after the other--> forward, and backward
 
 All that imports the library is here. Layers are its local specification: column and row parallel matrices, router and experts are
-Megatron's, norms and attention those of `m2flow.engines.megatron.rows` and `modules`, which need neither Transformer Engine nor Apex.
+Megatron's, norms and attention those of `m2flow.engines.megatron.modules`, which need neither Transformer Engine nor Apex.
 
 Where release 0.16.1 deviates from what one expects (`tests/engines/megatron/test_megatron.py` tests each):
 
@@ -35,10 +35,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m2flow.engines.distributed.sequence_parallel import RowShard
 from m2flow.engines.megatron.layout import Options, expert_width, has_bias, head_size, is_latent, num_dense, num_experts, shared_width
-from m2flow.engines.megatron.modules import Adapters, Latent, LatentAttention, Limit, Routing, Switch, limit_of, put_on, route, with_bias
+from m2flow.engines.megatron.modules import (
+    Adapters,
+    Latent,
+    LatentAttention,
+    Limit,
+    PackedCoreAttention,
+    PositionedRotary,
+    Routing,
+    RowNorm,
+    Switch,
+    limit_of,
+    put_on,
+    route,
+    with_bias,
+)
 from m2flow.engines.megatron.names import ROUTER_BIAS, SCALAR_HEAD, Place, numbered
-from m2flow.engines.megatron.rows import PackedCoreAttention, PositionedRotary, RowNorm, Share
 from m2flow.errors import EngineError, MissingExtra
 
 
@@ -144,11 +158,11 @@ class Groups:
 
 
 @dataclass(frozen=True, eq=False)
-class ShareOfRows:
+class RowShardParams:
     """A rank's share of a micro-batch, in the place of `PackedSeqParams`: Megatron hands it down to every attention, also when a layer is
     recomputed."""
 
-    share: Share
+    shard: RowShard
     routing: Routing | None = None
     """Routing of a mixture of experts."""
     qkv_format: str = "sbhd"
@@ -453,7 +467,7 @@ class Built:
 
         def forward(iterator: Any, chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
             rows, loss = step(next(iterator))
-            output = chunk(rows.share.input_ids, rows.share.positions[None], None, packed_seq_params=rows)
+            output = chunk(rows.shard.input_ids, rows.shard.positions[None], None, packed_seq_params=rows)
             # The count of tokens is not read: nothing is divided here.
             return output, lambda found: (loss(found), torch.ones((), dtype=torch.int, device=found.device), {})
 

@@ -1,4 +1,11 @@
-r"""Modules of our own in Megatron's model: latent attention, the routers of experts, the head over a split vocabulary, and adapters.
+r"""Modules of our own in Megatron's model: packed and latent attention, routers of experts, the head over a split vocabulary, adapters.
+
+Packed attention, norms and rotary positions stand in the place of Megatron's own in a layer's specification. They run on any device, with
+the attention of all trainers (`m2flow.engines.models.packing`): rows have positions of their own, and a prompt that samples share goes
+through the model once. Over context-parallel ranks each has some of the rows, and in the attention all rows of some of the heads
+(`m2flow.engines.distributed.sequence_parallel`).
+
+    Packed [1, R] --filled up, this rank's rows--> ids [1, R / cp], positions, layout --the model's layers--> hidden states [R / cp, 1, H]
 
 Multi-head latent attention of DeepSeek V2 and V3 stands in the place of Megatron's attention.
 
@@ -62,10 +69,60 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
+from m2flow.engines.distributed.sequence_parallel import RowShard, ToHeads, ToRows
 from m2flow.engines.megatron.names import Place, key_of
-from m2flow.engines.megatron.rows import PackedCoreAttention, RowNorm, Share
-from m2flow.engines.models.packing import Packed
+from m2flow.engines.models.packing import Packed, packed_attention
 from m2flow.engines.models.routing import Balanced, Loads, Mixture, are_others, check_layers
+
+# ---- packed attention
+
+
+class PositionedRotary(torch.nn.Module):  # type: ignore[misc]
+    """In the place of `GPTModel.rotary_pos_emb`, which knows no positions but 0, 1, 2 ...: angles of the rows' positions."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, rows: Any = None, **_: Any) -> Any:
+        return rows
+
+    def forward(self, rows: Any, **_: Any) -> Tensor:
+        angles = torch.outer(rows.shard.positions.to(self.frequencies), self.frequencies)
+        return torch.cat((angles, angles), -1)[:, None, None, :]
+
+
+class RowNorm(torch.nn.Module):  # type: ignore[misc]
+    """RMSNorm in the place of Megatron's, which needs Apex or Transformer Engine for split rows."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # Its gradient is then a part of a sum.
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PackedCoreAttention(torch.nn.Module):  # type: ignore[misc]
+    """The packed attention in the place of Megatron's core attention: [R / cp, 1, H, D] to [R / cp, 1, H D]."""
+
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, pg_collection: Any = None, **__: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+        self._group = pg_collection.cp if config.context_parallel_size > 1 else None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any) -> Tensor:
+        q, k, v = (heads.squeeze(1) for heads in (query, key, value))
+        if self._group is not None:
+            q, k, v = (ToHeads.apply(heads, self._group) for heads in (q, k, v))
+        q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
+        out = packed_attention(self, q, k, v, None, scaling=self._scale, packed_layout=packed_seq_params.shard.layout)[0][0]
+        if self._group is not None:
+            out = ToRows.apply(out, self._group)
+        return out.flatten(1).unsqueeze(1)
+
 
 # ---- latent attention
 
@@ -217,8 +274,8 @@ class Routing:
     """The losses of this rank's routers, over these rows."""
 
     @classmethod
-    def of(cls, packed: Packed, share: Share, mixture: Mixture, part: tuple[int, int], groups: Sequence[Any] = ()) -> Routing:
-        """Route the rows of a share to the experts that were recorded for them.
+    def of(cls, packed: Packed, shard: RowShard, mixture: Mixture, part: tuple[int, int], groups: Sequence[Any] = ()) -> Routing:
+        """Route the rows of a rank to the experts that were recorded for them.
 
         Args:
             part: which of how many parts tensor ranks split them into. groups: those over which all rows are split.
@@ -226,9 +283,9 @@ class Routing:
             EngineError: the given experts are of another model.
         """
         number, count = part
-        size = len(share.positions) // count
-        start = share.start + number * size
-        num_tokens = torch.bincount(share.predictors, minlength=len(share.positions)).float()
+        size = len(shard.positions) // count
+        start = shard.start + number * size
+        num_tokens = torch.bincount(shard.predictors, minlength=len(shard.positions)).float()
         given = None
         if packed.experts is not None:
             check_layers(packed.experts, mixture)

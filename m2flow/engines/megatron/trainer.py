@@ -57,13 +57,13 @@ from m2flow.engines.contract import (
     bytes_on,
 )
 from m2flow.engines.distributed.ranks import RankedTrain, stopping_if_it_fails
+from m2flow.engines.distributed.sequence_parallel import RowShard, gathered
 from m2flow.engines.megatron import modules
 from m2flow.engines.megatron.layout import check_adapters, check_model, check_ranks, has_bias, is_latent, mixture_of, read
-from m2flow.engines.megatron.library import Built, Groups, ShareOfRows
+from m2flow.engines.megatron.library import Built, Groups, RowShardParams
 from m2flow.engines.megatron.modules import Latent, Routing
 from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names, layer_of, places, with_adapters
 from m2flow.engines.megatron.parts import Held, Parts
-from m2flow.engines.megatron.rows import Share, gathered
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, keep_freed_memory, load_model, use_threads
 from m2flow.engines.models.model_files import config_of, load_tokenizer
@@ -89,7 +89,7 @@ class Pass:
 
     batch: Batch
     packed: packing.Packed
-    share: Share
+    shard: RowShard
     temperature: Tensor | None
     top: Tensor | int
     """Tokens whose log-probabilities are computed besides, [T, K], or how many of the likeliest to find; 0: none."""
@@ -267,7 +267,7 @@ class MegatronTrain(RankedTrain):
         packed = self._pack(batch)
         if self._experts is not None and packed.experts is not None and packed.experts.shape[1] == self._num_layers:
             packed = replace(packed, experts=packed.experts[:, -self._experts.num :])  # A server reports layers without experts, too.
-        share = Share.of(packed, self._groups.context, self._options.tp)
+        shard = RowShard.of(packed, self._groups.context, self._options.tp)
         routing = None
         if self._experts is not None:
             if loss is not None and self._source.balance is not None:
@@ -278,21 +278,21 @@ class MegatronTrain(RankedTrain):
                 packed = replace(packed, balanced=balanced)
             part = (dist.get_rank(self._groups.tensor), self._options.tp) if self._options.splits_rows else (0, 1)
             split = (self._groups.tensor, self._options.splits_rows), (self._groups.context, self._options.cp > 1)
-            routing = Routing.of(packed, share, self._experts, part, [group for group, is_split in split if is_split])
+            routing = Routing.of(packed, shard, self._experts, part, [group for group, is_split in split if is_split])
         if self._source.head != "lm":
-            return Pass(batch, packed, share, None, 0, loss, weight, routing=routing)
+            return Pass(batch, packed, shard, None, 0, loss, weight, routing=routing)
         mask = self._sampling_mask(batch, top)
         top = top if mask is None else mask.ids
-        return Pass(batch, packed, share, self._temperature(batch), top, loss, weight, mask=mask, routing=routing)
+        return Pass(batch, packed, shard, self._temperature(batch), top, loss, weight, mask=mask, routing=routing)
 
     def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> None:
         """Send passes through the stages. Raises on every rank what a loss raised on one."""
         assert self._built is not None
         self._failure = None
 
-        def step(one: Pass) -> tuple[ShareOfRows, Any]:
+        def step(one: Pass) -> tuple[RowShardParams, Any]:
             self._current = one
-            return ShareOfRows(one.share, one.routing), lambda output: self._loss(one, output)
+            return RowShardParams(one.shard, one.routing), lambda output: self._loss(one, output)
 
         self._built.run(step, passes, forward_only=forward_only)
         self._together(self._raise_failure)
@@ -306,7 +306,7 @@ class MegatronTrain(RankedTrain):
         scalar head, whose numbers come in place of hidden states, these."""
         one = self._current
         assert one is not None
-        own, which = hidden[one.share.predictors], one.share.which
+        own, which = hidden[one.shard.predictors], one.shard.which
         if weight is None:
             return own
         temperature = None if one.temperature is None else one.temperature[which]
@@ -319,7 +319,7 @@ class MegatronTrain(RankedTrain):
 
     def _loss(self, one: Pass, output: Tensor) -> Tensor:
         """On the last stage: the loss of a pass, from the head's output [1, t, numbers]."""
-        values = gathered(output[0], one.share, self._groups.context)
+        values = gathered(output[0], one.shard, self._groups.context)
         if self._source.head != "lm":
             one.outputs = {"values": values[:, 0].float()}
         else:
@@ -327,7 +327,7 @@ class MegatronTrain(RankedTrain):
         if one.mask is not None:
             one.outputs = one.mask.among_left(one.outputs)
         if one.top_ids is not None:
-            one.top_ids = gathered(one.top_ids, one.share, self._groups.context)
+            one.top_ids = gathered(one.top_ids, one.shard, self._groups.context)
         if one.loss is None:
             return values.sum()
         try:

@@ -29,7 +29,7 @@ from trainer_layouts import (
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
-from m2flow.engines.distributed.model_parallel import Sequence, part_of
+from m2flow.engines.distributed.sequence_parallel import SequenceParallel, part_of
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models import packing
 from m2flow.engines.models.model_probe import Reach
@@ -372,7 +372,7 @@ def test_what_can_t_be_split_is_refused_by_name_before_a_run(options: dict[str, 
 
 def test_sinks_are_refused_where_ranks_share_out_heads() -> None:
     """As DeepSpeed's do, each of which would have the sinks of all."""
-    sequence, heads = Sequence.__new__(Sequence), torch.zeros(1, 2, 2, 4)
+    sequence, heads = SequenceParallel.__new__(SequenceParallel), torch.zeros(1, 2, 2, 4)
     with pytest.raises(EngineError, match="attention sinks are not shared out over ranks"):
         sequence._around(torch.nn.Module(), heads, heads, heads, s_aux=torch.zeros(2))
 
