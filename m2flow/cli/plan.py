@@ -567,10 +567,10 @@ def simulate_flow_command(
     if ladder:
         from m2flow.simulator.ablation import ablate
 
-        click.echo("\n".join(_ladder_table(ablate(scenario, simulation.plan))), err=as_json)
+        click.echo("\n".join(_ablation_table(ablate(scenario, simulation.plan))), err=as_json)
 
 
-def _ladder_table(rungs: Sequence[tuple[str, float]]) -> list[str]:
+def _ablation_table(rungs: Sequence[tuple[str, float]]) -> list[str]:
     lines = ["", "what each mechanism costs (seconds of all steps, with all above it taken away)"]
     before = rungs[0][1]
     rows = [("", "seconds", "less")]

@@ -242,7 +242,7 @@ def are_alike(leaves: list[object], others: list[object]) -> bool:
     return all(a is b or (type(a) is type(b) and type(a) in by_value and a == b) for a, b in zip(leaves, others, strict=True))
 
 
-class Watch:
+class CaptureGuards:
     """Detect that a captured part of a function was rebound; the parts themselves are immutable."""
 
     __slots__ = ("_cells", "_functions", "_globals")
@@ -266,7 +266,7 @@ class Watch:
         return True
 
     def add(self, value: object) -> bool:
-        """Watch a value and what it reaches; False if that is not possible, or some of it can change."""
+        """CaptureGuards a value and what it reaches; False if that is not possible, or some of it can change."""
         kind = type(value)
         if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | types.ModuleType):
             return True
@@ -292,9 +292,9 @@ class Watch:
         return not facts(value.__code__).rebinds and all(self.add(part) for _, part in captures(value))
 
 
-def watch(function: types.FunctionType) -> Watch | None:
-    """A watch on a function that captures nothing which can change; None if it does, or that is not certain."""
-    found = Watch()
+def capture_guards(function: types.FunctionType) -> CaptureGuards | None:
+    """Make the guards of a function that captures nothing which can change; None if it does, or that is not certain."""
+    found = CaptureGuards()
     return found if fixed_leaves(function) is not None and found.add(function) else None
 
 
@@ -775,15 +775,15 @@ _CONSTANTS = frozenset({str, int, bool, bytes, type(None)})
 class _Known:
     """The last call made at a place of the program: its options as given, and the kind made of them."""
 
-    __slots__ = ("given", "kind", "site", "watches")
+    __slots__ = ("given", "guards", "kind", "site")
 
-    def __init__(self, kind: CallKind, site: Site, given: dict[str, object], watches: dict[str, Watch]) -> None:
+    def __init__(self, kind: CallKind, site: Site, given: dict[str, object], guards: dict[str, CaptureGuards]) -> None:
         self.kind = kind
         self.site = site
         """Kept alive, so that its id is not reused."""
         self.given = given
         """The options as they came, without the changing ones."""
-        self.watches = watches
+        self.guards = guards
         """Watches on the functions among the options."""
 
     def is_given(self, options: Mapping[str, object]) -> bool:
@@ -793,7 +793,7 @@ class _Known:
         for name, value in options.items():
             if name in given:
                 if type(value) is types.FunctionType:
-                    if value is not given[name] or not (name in self.watches and self.watches[name].holds()):
+                    if value is not given[name] or not (name in self.guards and self.guards[name].holds()):
                         return False
                 elif value is not taken[name] and not _is_alike(value, taken[name]):
                     return False
@@ -851,8 +851,8 @@ class Kinds:
             self._known.clear()
         given = {name: value for name, value in options.items() if name in fixed}
         functions = {name: value for name, value in given.items() if type(value) is types.FunctionType}
-        watches = {name: found for name, value in functions.items() if (found := watch(value)) is not None}
-        self._known[key] = _Known(kind, site, given, watches)
+        guards = {name: found for name, value in functions.items() if (found := capture_guards(value)) is not None}
+        self._known[key] = _Known(kind, site, given, guards)
         return kind, taken
 
 

@@ -141,7 +141,7 @@ def _with_known_lengths(scenario: Scenario, plan: Plan, makespan_s: float) -> tu
     return best
 
 
-class Relaxed(Costs):
+class AblatedCosts(Costs):
     """Costs of which subclasses set some to zero."""
 
     def __init__(self, costs: Costs) -> None:
@@ -214,12 +214,12 @@ class Relaxed(Costs):
         return self._costs.constants()
 
 
-class NoSwitches(Relaxed):
+class NoSwitches(AblatedCosts):
     def switch(self, engine: EngineId, pool: str, footprint: Footprint) -> Switch:
         return Switch(0.0, 0.0)
 
 
-class NoSyncs(Relaxed):
+class NoSyncs(AblatedCosts):
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
         return 0.0
 
@@ -227,7 +227,7 @@ class NoSyncs(Relaxed):
         return 0.0
 
 
-class NoRewards(Relaxed):
+class NoRewards(AblatedCosts):
     def function(self, call: str) -> FunctionCost:
         return FunctionCost((0.0,))
 
@@ -238,13 +238,13 @@ class NoRewards(Relaxed):
         return 0.0
 
 
-class NoPrefill(Relaxed):
+class NoPrefill(AblatedCosts):
     def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
         cost = self._costs.decode(engine, pool, layout)
         return msgspec.structs.replace(cost, prefill_token_s=0.0, enter_s=0.0, leave_s=0.0, handover_s=0.0, gather_s=0.0)
 
 
-class WholeBatches(Relaxed):
+class WholeBatches(AblatedCosts):
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         cost = self._costs.train(engine, pool, layout)
         return msgspec.structs.replace(

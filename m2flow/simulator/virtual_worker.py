@@ -872,7 +872,7 @@ class VirtualWorker:
         for place in to:
             around.rows.send(call, ids, self.name, worker_of(place), around.clock.now_s, around.num_tokens)
 
-    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+    def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         self._around.rows.adopted(call, drawn, ids, self.name)
 
     def is_running(self, packed: int, call: int) -> bool:

@@ -165,7 +165,7 @@ class FakeWorker:
         self._tasks = TaskQueue(self)
         self._unanswered: dict[int, m.Task] = {}
         """Tasks that it has read and not answered, in the order in which they came."""
-        self._growing: dict[int, _Sample] = {}
+        self._inflight: dict[int, _Sample] = {}
         self._begun: set[int] = set()
         """Generate tasks that it has begun."""
         self._open_epoch: dict[int, tuple[int, int]] = {}
@@ -175,7 +175,7 @@ class FakeWorker:
         """Test whether a turn could change anything."""
         if self.is_dead:
             return False
-        return bool(self.inbox or self.coming or self._growing or self._next_is_ready())
+        return bool(self.inbox or self.coming or self._inflight or self._next_is_ready())
 
     def has_trained(self, role: str, version: int) -> bool:
         """Test whether the trainer's weights are of this version now."""
@@ -192,7 +192,7 @@ class FakeWorker:
 
     def generating(self) -> dict[int, int]:
         """Map samples that run or wait here to their tasks, including those of unread messages."""
-        found = {packed: sample.task.number for packed, sample in self._growing.items()}
+        found = {packed: sample.task.number for packed, sample in self._inflight.items()}
         for task in self.under_way():
             if isinstance(task, m.Generate) and task.number not in self._begun:
                 found |= dict.fromkeys(task.ids, task.number)
@@ -230,7 +230,7 @@ class FakeWorker:
         if isinstance(message, m.TaskDone | m.TaskFailed | m.Finished) and ends:
             task = self._unanswered.pop(message.task, None)
             assert task is not None, f"{self.name} ends task {message.task} twice"
-            assert all(s.task is not task for s in self._growing.values()), f"{self.name} ends task {message.task} under its samples"
+            assert all(s.task is not task for s in self._inflight.values()), f"{self.name} ends task {message.task} under its samples"
             self._begun.discard(message.task)
         self.said.append(message)
 
@@ -251,27 +251,27 @@ class FakeWorker:
         stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
         self.parcels += [Parcel(peer, self.tag, tuple((call, row) for row in ids), stopped) for peer in to if peer != self.tag and ids]
 
-    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+    def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         self._has(drawn, ids)
         self._rows_here.put([(call, row) for row in ids], self.tag)
 
     def is_running(self, packed: int, call: int) -> bool:
-        return packed in self._growing and self._growing[packed].task.call == call
+        return packed in self._inflight and self._inflight[packed].task.call == call
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
-        kept = self._keep(call, [packed for packed in ids if self._growing[packed].num_generated])
+        kept = self._keep(call, [packed for packed in ids if self._inflight[packed].num_generated])
         for packed in ids:
-            self._growing.pop(packed, None)
+            self._inflight.pop(packed, None)
         return kept
 
     def stop(self, call: int) -> m.Aborted | None:
-        return self._keep(call, [packed for packed, s in self._growing.items() if s.task.call == call and s.num_generated])
+        return self._keep(call, [packed for packed, s in self._inflight.items() if s.task.call == call and s.num_generated])
 
     def _keep(self, call: int, ids: Sequence[int]) -> m.Aborted | None:
         """Stop samples, of which others may go on from the tokens that they have."""
         if not ids:
             return None
-        stopped = [self._growing.pop(packed) for packed in ids]
+        stopped = [self._inflight.pop(packed) for packed in ids]
         version_spans = [tuple(sample.version_spans) for sample in stopped]
         self._stopped.update(zip(ids, version_spans, strict=True))
         self._rows_here.put([(stopped_at(call), packed) for packed in ids], self.tag)
@@ -279,7 +279,7 @@ class FakeWorker:
         return m.Aborted(call, list(ids), [9 + n for n in numbers], numbers, version_spans, ("x", 0, 0, 0))
 
     def give_up(self, call: int) -> None:
-        self._growing = {packed: s for packed, s in self._growing.items() if s.task.call != call}
+        self._inflight = {packed: s for packed, s in self._inflight.items() if s.task.call != call}
 
     def end(self) -> None:
         raise AssertionError(f"{self.name} is told to exit")
@@ -318,7 +318,7 @@ class FakeWorker:
     def _decode(self, rng: random.Random) -> None:
         """Decode some tokens of each sample; some samples finish."""
         done: list[int] = []
-        for packed, sample in self._growing.items():
+        for packed, sample in self._inflight.items():
             version = self.held[self._calls[sample.task.call].role]
             last = sample.version_spans[-1] if sample.version_spans else VersionSpan(0, version)
             count = rng.randrange(3)
@@ -330,7 +330,7 @@ class FakeWorker:
                 done.append(packed)
         for task, positions, ends in self._tasks.finished(done):
             rows = [done[position] for position in positions]
-            samples = [self._growing.pop(packed) for packed in rows]
+            samples = [self._inflight.pop(packed) for packed in rows]
             assert all(sample.task is task for sample in samples), "samples are reported for another task"
             version_spans = [tuple(sample.version_spans) for sample in samples] if is_time_dependent(self._calls[task.call]) else []
             self._deliver(task.call, rows, task.forward_to)
@@ -381,7 +381,7 @@ class FakeWorker:
             case m.ShrinkKVCache():
                 assert self.owner == "rollout", "room is made on devices that others have"
             case m.Switch(to=to):
-                assert not self._growing, "a device changes hands under running samples"
+                assert not self._inflight, "a device changes hands under running samples"
                 self.owner = to
             case _:
                 raise AssertionError(f"{self.name} was given {task}")
@@ -393,7 +393,7 @@ class FakeWorker:
             assert self.has_trained(task.role, task.version), "half-trained weights are loaded"
         else:
             assert task.manifest.segment == f"{task.role}-{task.version}"
-        for call in {s.task.call: self._calls[s.task.call] for s in self._growing.values()}.values():
+        for call in {s.task.call: self._calls[s.task.call] for s in self._inflight.values()}.values():
             if call.role == task.role:
                 oldest, newest = window(call)
                 assert task.under_requests, "weights change under running samples"
@@ -408,10 +408,10 @@ class FakeWorker:
         held = self.held[call.role]
         assert oldest <= held <= newest, f"call {task.call} may use versions {oldest} to {newest}, and {self.name} holds {held}"
         for packed in task.ids:
-            assert packed not in self._growing, "a sample is generated twice at once"
+            assert packed not in self._inflight, "a sample is generated twice at once"
             before = list(self._stopped[packed]) if task.aborted_by >= 0 else []
             assert all(oldest <= version_span.version <= newest for version_span in before), "a sample goes on from tokens that are too old"
-            self._growing[packed] = _Sample(task, before)
+            self._inflight[packed] = _Sample(task, before)
         self._begun.add(task.number)
         self._tasks.began(task)
 

@@ -32,7 +32,7 @@ from m2flow.micro.protocol.plan import Choice, Plan
 from m2flow.micro.records.rundir import read_config
 from m2flow.planner.planning import read_prediction
 from m2flow.runner.probing import measured_run
-from m2flow.simulator.ablation import AS_PLANNED, Relaxed, Row, compare
+from m2flow.simulator.ablation import AS_PLANNED, AblatedCosts, Row, compare
 from m2flow.simulator.scenario import Outcome, Scenario, prepare, write_run
 from m2flow.simulator.simulation import Made
 from m2flow.simulator.simulation_report import StepReport
@@ -206,7 +206,7 @@ class _Change:
         return Suggestion(self.what, self.changes_mathematics, took.less(gain), gain, self.cluster, self.flow, self.is_known)
 
 
-class MoreCores(Relaxed):
+class MoreCores(AblatedCosts):
     """Costs in which an engine on more cores than it had is as fast as on those: small operations are not shared."""
 
     def __init__(self, costs: Costs, threads: Mapping[EngineId, int]) -> None:
@@ -233,7 +233,7 @@ def _cautious(scenario: Scenario, plan: Plan) -> Costs:
     return MoreCores(scenario.costs, threads)
 
 
-class _FreeBatches(Relaxed):
+class _FreeBatches(AblatedCosts):
     """Costs in which a larger batch decodes in the time of the batch that was measured: where the run had that one alone, it can't say."""
 
     def __init__(self, costs: Costs, batch: int) -> None:
@@ -245,7 +245,7 @@ class _FreeBatches(Relaxed):
         return msgspec.structs.replace(cost, step_s=cost.step_s + cost.sample_s * self._batch, sample_s=0.0)
 
 
-class _OtherTools(Relaxed):
+class _OtherTools(AblatedCosts):
     """Costs in which a tool is faster, or some have more slots."""
 
     def __init__(self, costs: Costs, tools: Mapping[str, ToolCost]) -> None:
@@ -257,7 +257,7 @@ class _OtherTools(Relaxed):
         return msgspec.structs.replace(known, tools=tuple(self._tools.get(one.name, one) for one in known.tools))
 
 
-class _MoreAtOnce(Relaxed):
+class _MoreAtOnce(AblatedCosts):
     """Costs in which each process of functions works on more units at once."""
 
     def __init__(self, costs: Costs, concurrency: int) -> None:

@@ -38,7 +38,7 @@ from m2flow.recipe import Model, Sampling
 from m2flow.runner.probing import measured_run
 from m2flow.runner.run import Run
 from m2flow.samples import Batch, Ragged, SampleId
-from m2flow.simulator.ablation import Relaxed
+from m2flow.simulator.ablation import AblatedCosts
 from m2flow.simulator.scenario import prepare
 from m2flow.simulator.virtual_worker import SampleRun
 from m2flow.spec import ClusterSpec, RunSettings
@@ -335,7 +335,7 @@ def test_a_simulation_says_that_it_does_not_know_the_tools(run_dir: Path, spec: 
         assert WAIT_S < step.lower_bounds_s["longest_chain"] <= step.makespan_s
 
 
-class Told(Relaxed):
+class Told(AblatedCosts):
     """Costs with episodes that are told here."""
 
     def __init__(self, costs: Costs, told: EpisodeCosts) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from m2flow import Dataset, Policy, Sample, flow, steps
-from m2flow.macro.capture import Captures, Kinds, watch
+from m2flow.macro.capture import Captures, Kinds, capture_guards
 from m2flow.macro.graph import CallKind, Granularity, Site
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.call_semantics import call_body, call_of
@@ -135,8 +135,8 @@ def test_a_function_whose_captures_have_changed_is_of_another_kind(function, cha
 
 def test_a_function_that_may_change_what_it_captures_is_not_watched():
     seen: list[int] = []
-    assert watch(lambda sample: seen.append(1)) is None
-    assert watch(scaled) is not None
+    assert capture_guards(lambda sample: seen.append(1)) is None
+    assert capture_guards(scaled) is not None
 
 
 @flow

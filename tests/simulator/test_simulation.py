@@ -18,7 +18,7 @@ from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, Footpr
 from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
-from m2flow.simulator.ablation import NoRewards, NoSwitches, Relaxed
+from m2flow.simulator.ablation import AblatedCosts, NoRewards, NoSwitches
 from m2flow.simulator.virtual_worker import Decoding, SampleRun
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -150,7 +150,7 @@ def test_rows_are_shared_out_unless_the_tasks_before_were_quick_as_in_a_run(late
 def test_what_is_not_taken_away_from_costs_stays():
     """Messages and neighbours that cost nothing once another mechanism is taken away would be its gain."""
     asked = {name for name in vars(Costs) if not name.startswith("_")} - {"for_spec"}
-    assert asked <= vars(Relaxed).keys()
+    assert asked <= vars(AblatedCosts).keys()
     costs = NoSwitches(PlainCosts(messaging_s=0.5, slower={("train", "rollout"): 2.0}, switching=Switch(2.0, 5.0)))
     assert (costs.message_s(), costs.slowdown("train", "rollout")) == (0.5, 2.0)
     assert costs.switch(EngineId("policy", "train"), "", Footprint()) == Switch(0.0, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from m2flow.micro.protocol.plan import EngineSlot, Plan, WeightSync, WorkerPlan
+from m2flow.micro.protocol.plan import EngineSlot, Plan, WeightSyncPlan, WorkerPlan
 from m2flow.micro.records.ledger import Ledger
 from m2flow.observe.spans import Recorder
 from m2flow.observe.store import TraceStore
@@ -56,7 +56,7 @@ PLAN = Plan(
     ),
     stages=(),
     routes=(),
-    syncs=(WeightSync("policy", "device-0", "device-0", "same process"),),
+    syncs=(WeightSyncPlan("policy", "device-0", "device-0", "same process"),),
     switches=(),
     arithmetic=(),
 )

@@ -471,7 +471,7 @@ class Supervisor:
 
     def _note_dead(self) -> None:
         for worker in self._launcher.ended():
-            self._peers.sever(self._tag(worker))
+            self._peers.mark_dead(self._tag(worker))
 
     # Up and down
 
@@ -617,7 +617,7 @@ class Supervisor:
         for name in (rank_tag(tag, rank) for rank in range(self._num_ranks[worker])):
             for peer in (name, name + BEAT):
                 self._listener.forget(peer)
-        self._peers.sever(tag)
+        self._peers.mark_dead(tag)
         if may_return and not self._scheduler.is_vital(worker):
             self._warn(f"the worker {worker} {named}; " + ("it is started again" if end.returns else "it is given up"))
         self._watches.pop(worker, None)

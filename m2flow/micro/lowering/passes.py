@@ -89,7 +89,7 @@ from m2flow.micro.lowering.placement import (
     workers_of_choice,
 )
 from m2flow.micro.lowering.routing import check_deadlock_freedom, limit, route, with_pinned_capacities, with_rooms
-from m2flow.micro.protocol.plan import Choice, Mode, Plan, Route, Stage, SwitchPlan, SyncTransport, WeightSync, WorkerPlan
+from m2flow.micro.protocol.plan import Choice, Mode, Plan, Route, Stage, SwitchPlan, SyncTransport, WeightSyncPlan, WorkerPlan
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import make_policies
 from m2flow.spec import ClusterSpec, WeightsSpec
@@ -189,7 +189,7 @@ def plan_syncs(
     is_one_host: bool = True,
     alone: Collection[str] = (),
     adapted: Collection[str] = (),
-) -> tuple[WeightSync, ...]:
+) -> tuple[WeightSyncPlan, ...]:
     """Plan a weight sync for each pair of a role's trainer and one of its rollout engines.
 
     Args:
@@ -232,7 +232,7 @@ def plan_syncs(
             is_spread = sends_pieces(engine) and role not in adapted and way is not None and way.takes_pieces
             is_compared = way is not None and way.sends_changes and spec.changes == "always"
             why += f"; {_who_sends(num_ranks, is_spread=is_spread, is_compared=is_compared)}"
-        syncs.append(WeightSync(role, source, target, transport, why, sends))
+        syncs.append(WeightSyncPlan(role, source, target, transport, why, sends))
     return tuple(syncs)
 
 

@@ -273,7 +273,7 @@ class Route(msgspec.Struct, frozen=True):
     """Whether rows don't fit, and stay in the segment file of the worker that made them until a task needs them."""
 
 
-class WeightSync(msgspec.Struct, frozen=True):
+class WeightSyncPlan(msgspec.Struct, frozen=True):
     """How new weights reach a rollout engine."""
 
     role: str
@@ -329,7 +329,7 @@ class Plan(msgspec.Struct, frozen=True):
     workers: tuple[WorkerPlan, ...]
     stages: tuple[Stage, ...]
     routes: tuple[Route, ...]
-    syncs: tuple[WeightSync, ...]
+    syncs: tuple[WeightSyncPlan, ...]
     switches: tuple[SwitchPlan, ...]
     arithmetic: tuple[Line, ...]
     notes: tuple[str, ...] = ()
@@ -571,7 +571,7 @@ def _how(stage: Stage) -> str:
     return "waits for all of its input" if stage.is_barrier else f"up to {stage.chunk} samples a task, as they come in"
 
 
-def _sent(sync: WeightSync) -> str:
+def _sent(sync: WeightSyncPlan) -> str:
     return "adapters alone" if sync.sends == "adapters" else ""
 
 

@@ -47,7 +47,7 @@ class Channel:
     used_bytes: int = 0
     num_overdrawn: int = 0
     """How often a unit was begun beyond the room to avoid a deadlock."""
-    claims: dict[int, _Claim] = field(default_factory=dict)
+    reservations: dict[int, _Reservation] = field(default_factory=dict)
     """Call -> its rows in flight."""
     overdraft: tuple[int, int] | None = None
     """The (call, unit) that exceeds the room now, if there is one."""
@@ -57,7 +57,7 @@ class Channel:
 
 
 @dataclass(eq=False)
-class _Claim:
+class _Reservation:
     """The credits that one call's rows hold on one channel."""
 
     call_state: CallState
@@ -117,9 +117,9 @@ class Credits:
     def __init__(self, calls: Mapping[int, CallState]) -> None:
         self.channels: dict[tuple[str, str], Channel] = {}
         self._calls = calls
-        self._claims: dict[int, list[_Claim]] = {}
-        self._taking: dict[int, list[_Claim]] = {}
-        """Consuming call -> claims that it takes from."""
+        self._reservations: dict[int, list[_Reservation]] = {}
+        self._taking: dict[int, list[_Reservation]] = {}
+        """Consuming call -> reservations that it takes from."""
         self._blocked: dict[int, CallState] = {}
         self._lost: set[str] = set()
         self._may_be_room = False
@@ -138,7 +138,7 @@ class Credits:
         return bool(self.channels)
 
     def added(self, call_state: CallState, inputs: Iterable[int]) -> None:
-        """Add a call: the channels that it sends on, and the claims that it takes from."""
+        """Add a call: the channels that it sends on, and the reservations that it takes from."""
         for room in call_state.stage.rooms:
             if room.target in self._lost:
                 continue
@@ -147,26 +147,26 @@ class Credits:
                 channel = self.channels[call_state.call.name, room.target] = Channel(
                     call_state.call.name, room.target, room.samples, room.num_bytes
                 )
-            claim = channel.claims[call_state.call.ordinal] = _Claim(call_state, room, channel)
-            self._claims.setdefault(call_state.call.ordinal, []).append(claim)
+            reservation = channel.reservations[call_state.call.ordinal] = _Reservation(call_state, room, channel)
+            self._reservations.setdefault(call_state.call.ordinal, []).append(reservation)
         workers = call_state.stage.workers
-        if len(workers) == 1 and self._claims:
-            for claim in (claim for ordinal in dict.fromkeys(inputs) for claim in self._claims.get(ordinal, ())):
-                if claim.room.target == workers[0]:
-                    claim.takers[call_state.call.ordinal] = set()
-                    self._taking.setdefault(call_state.call.ordinal, []).append(claim)
+        if len(workers) == 1 and self._reservations:
+            for reservation in (reservation for ordinal in dict.fromkeys(inputs) for reservation in self._reservations.get(ordinal, ())):
+                if reservation.room.target == workers[0]:
+                    reservation.takers[call_state.call.ordinal] = set()
+                    self._taking.setdefault(call_state.call.ordinal, []).append(reservation)
                     self._may_be_room = True
 
     def num_may_begin(self, call_state: CallState, worker: str, quota: int) -> int:
         """Count the ready rows, up to a quota, that this worker may begin. The unit that may overdraw is put first."""
-        claims = self._claims.get(call_state.call.ordinal)
-        if not claims or quota <= 0:
+        reservations = self._reservations.get(call_state.call.ordinal)
+        if not reservations or quota <= 0:
             return quota
         quota = min(quota, len(call_state.ready))
-        claims = [claim for claim in claims if claim.room.target != worker and not claim.is_free]
-        count = self._num_in_front(call_state.ready, claims, quota)
-        if not count and self._bring_forward(call_state, claims):
-            count = self._num_in_front(call_state.ready, claims, quota, may_overdraw=True)
+        reservations = [reservation for reservation in reservations if reservation.room.target != worker and not reservation.is_free]
+        count = self._num_in_front(call_state.ready, reservations, quota)
+        if not count and self._bring_forward(call_state, reservations):
+            count = self._num_in_front(call_state.ready, reservations, quota, may_overdraw=True)
         if count < quota:
             self._blocked[call_state.call.ordinal] = call_state
         return count
@@ -176,10 +176,10 @@ class Credits:
 
         They hold credits from now on, wherever they begin.
         """
-        claims = [claim for claim in self._claims.get(call_state.call.ordinal, ()) if not claim.is_free]
+        reservations = [reservation for reservation in self._reservations.get(call_state.call.ordinal, ()) if not reservation.is_free]
         admitted: list[int] = []
         for row in sorted(rows):
-            if self._num_in_front((row,), claims, 1, may_overdraw=True):
+            if self._num_in_front((row,), reservations, 1, may_overdraw=True):
                 self.reserve(call_state, (row,), "")
                 admitted.append(row)
             else:
@@ -188,80 +188,80 @@ class Credits:
 
     def is_limited(self, call_state: CallState) -> bool:
         """Whether a generation sends on limited channels."""
-        return call_state.call.ordinal in self._claims
+        return call_state.call.ordinal in self._reservations
 
     def reserve(self, call_state: CallState, rows: Iterable[int], worker: str) -> None:
         """Take credits for the units of rows that a worker begins."""
         if self._may_overdraw_for is call_state:
             self._may_overdraw_for = None
-        for claim in self._claims.get(call_state.call.ordinal, ()):
-            for unit in dict.fromkeys(map(claim.unit_of, rows)):
-                if unit not in claim.units:
-                    claim.units.add(unit)
+        for reservation in self._reservations.get(call_state.call.ordinal, ()):
+            for unit in dict.fromkeys(map(reservation.unit_of, rows)):
+                if unit not in reservation.units:
+                    reservation.units.add(unit)
                     self._may_be_room = True  # Others of the unit that were refused may begin now.
-                    if claim.room.target == worker or claim.is_free:
+                    if reservation.room.target == worker or reservation.is_free:
                         continue  # Rows that are made where they are needed are not sent.
-                    members = [row for row in claim.rows_of(unit) if row not in claim.gone]
+                    members = [row for row in reservation.rows_of(unit) if row not in reservation.gone]
                     needed = {row: self._predicted(call_state, row) for row in members}
-                    channel = claim.channel
+                    channel = reservation.channel
                     if not channel.has_room(len(needed), sum(needed.values())):
                         channel.overdraft = (call_state.call.ordinal, unit)
                         channel.num_overdrawn += 1
                     channel.used_samples += len(needed)
                     channel.used_bytes += sum(needed.values())
-                    claim.held.update(needed)
+                    reservation.held.update(needed)
 
     def settle(self, call_state: CallState, num_tokens: Mapping[int, int]) -> None:
         """Replace the predicted size of finished rows by their real one."""
-        for claim in self._claims.get(call_state.call.ordinal, ()):
+        for reservation in self._reservations.get(call_state.call.ordinal, ()):
             for row, tokens in num_tokens.items():
-                before = claim.held.get(row)
+                before = reservation.held.get(row)
                 if before is not None:
-                    claim.held[row] = tokens * BYTES_PER_TOKEN
-                    claim.channel.used_bytes += claim.held[row] - before
+                    reservation.held[row] = tokens * BYTES_PER_TOKEN
+                    reservation.channel.used_bytes += reservation.held[row] - before
 
     def taken(self, taker: int, rows: Iterable[int]) -> None:
         """Record the input rows that a call has taken."""
-        for claim in self._taking.get(taker, ()):
-            taken = claim.takers[taker]
+        for reservation in self._taking.get(taker, ()):
+            taken = reservation.takers[taker]
             for row in rows:
                 if row not in taken:
                     taken.add(row)
-                    self._perhaps_free(claim, row)
+                    self._perhaps_free(reservation, row)
 
     def over(self, call_state: CallState) -> None:
         """End a call: it takes nothing more, and of what it made only its result is sent."""
         ordinal = call_state.call.ordinal
-        for claim in self._taking.pop(ordinal, ()):
-            claim.num_over += 1
-            del claim.takers[ordinal]
+        for reservation in self._taking.pop(ordinal, ()):
+            reservation.num_over += 1
+            del reservation.takers[ordinal]
             self._may_be_room = True
-            for row in list(claim.held):
-                self._perhaps_free(claim, row)
+            for row in list(reservation.held):
+                self._perhaps_free(reservation, row)
         kept = set() if call_state.is_failed else call_state.done if call_state.result is None else set(call_state.result)
-        for claim in self._claims.get(ordinal, ()):
-            for row in [row for row in claim.held if row not in kept]:
-                self._free(claim, row)
+        for reservation in self._reservations.get(ordinal, ()):
+            for row in [row for row in reservation.held if row not in kept]:
+                self._free(reservation, row)
 
     def forget(self, ordinal: int) -> None:
         """Free everything of a call that is forgotten."""
-        for claim in self._claims.pop(ordinal, ()):
-            for row in list(claim.held):
-                self._free(claim, row)
-            claim.channel.claims.pop(ordinal, None)
+        for reservation in self._reservations.pop(ordinal, ()):
+            for row in list(reservation.held):
+                self._free(reservation, row)
+            reservation.channel.reservations.pop(ordinal, None)
         self._blocked.pop(ordinal, None)
 
     def channels_of(self, call_state: CallState) -> list[Channel]:
         """Return the limited channels that a generation sends on."""
-        return [claim.channel for claim in self._claims.get(call_state.call.ordinal, ())]
+        return [reservation.channel for reservation in self._reservations.get(call_state.call.ordinal, ())]
 
     def takers_of(self, channel: Channel) -> list[tuple[CallState, int]]:
         """Find the calls that still have samples to take from a channel, or can take none until all are there, with how many."""
         found: dict[int, int] = {}
-        for claim in channel.claims.values():
-            for taker, taken in claim.takers.items():
-                is_awaited = claim.room.is_whole and not claim.units and not channel.used_samples
-                num_left = len(claim.call_state.ids) if is_awaited else len(claim.held.keys() - taken)
+        for reservation in channel.reservations.values():
+            for taker, taken in reservation.takers.items():
+                is_awaited = reservation.room.is_whole and not reservation.units and not channel.used_samples
+                num_left = len(reservation.call_state.ids) if is_awaited else len(reservation.held.keys() - taken)
                 found[taker] = found.get(taker, 0) + num_left
         return [(self._calls[taker], count) for taker, count in found.items() if count and taker in self._calls]
 
@@ -269,11 +269,11 @@ class Credits:
         """Drop the channels to a lost worker."""
         self._lost.add(worker)
         self._may_be_room = True
-        for ordinal, claims in self._claims.items():
-            for claim in claims:
-                if claim.room.target == worker:
-                    claim.channel.claims.pop(ordinal, None)
-            claims[:] = [claim for claim in claims if claim.room.target != worker]
+        for ordinal, reservations in self._reservations.items():
+            for reservation in reservations:
+                if reservation.room.target == worker:
+                    reservation.channel.reservations.pop(ordinal, None)
+            reservations[:] = [reservation for reservation in reservations if reservation.room.target != worker]
 
     def joined(self, worker: str) -> None:
         """Take in a restarted worker: what is begun from now on is sent to it."""
@@ -291,32 +291,34 @@ class Credits:
         blocked, self._blocked = self._blocked, {}
         return [call_state for call_state in blocked.values() if not call_state.is_over]
 
-    def _num_in_front(self, ready: Iterable[int], claims: list[_Claim], quota: int, *, may_overdraw: bool = False) -> int:
+    def _num_in_front(self, ready: Iterable[int], reservations: list[_Reservation], quota: int, *, may_overdraw: bool = False) -> int:
         """Count the rows that fit, from the first on."""
-        samples = dict.fromkeys(claims, 0)
-        num_bytes = dict.fromkeys(claims, 0)
-        asked: dict[_Claim, set[int]] = {claim: set() for claim in claims}
+        samples = dict.fromkeys(reservations, 0)
+        num_bytes = dict.fromkeys(reservations, 0)
+        asked: dict[_Reservation, set[int]] = {reservation: set() for reservation in reservations}
         for count, row in enumerate(itertools.islice(ready, quota)):
-            for claim in claims:
-                unit = claim.unit_of(row)
-                if unit in claim.units or unit in asked[claim]:
+            for reservation in reservations:
+                unit = reservation.unit_of(row)
+                if unit in reservation.units or unit in asked[reservation]:
                     continue
-                members = claim.rows_of(unit)
-                samples[claim] += len(members)
-                num_bytes[claim] += sum(self._predicted(claim.call_state, member) for member in members)
+                members = reservation.rows_of(unit)
+                samples[reservation] += len(members)
+                num_bytes[reservation] += sum(self._predicted(reservation.call_state, member) for member in members)
                 is_first = may_overdraw and not count
-                if not claim.channel.has_room(samples[claim], num_bytes[claim]) and not (is_first and self._may_overdraw(claim, unit)):
+                if not reservation.channel.has_room(samples[reservation], num_bytes[reservation]) and not (
+                    is_first and self._may_overdraw(reservation, unit)
+                ):
                     return count
-                asked[claim].add(unit)
+                asked[reservation].add(unit)
         return quota
 
-    def _bring_forward(self, call_state: CallState, claims: list[_Claim]) -> bool:
+    def _bring_forward(self, call_state: CallState, reservations: list[_Reservation]) -> bool:
         """Move the unit that may overdraw to the front, if its rows are ready."""
         if self._may_overdraw_for is call_state:
             return True
-        for claim in claims:
-            unit = claim.next_unit
-            if unit is None or not self._may_overdraw(claim, unit):
+        for reservation in reservations:
+            unit = reservation.next_unit
+            if unit is None or not self._may_overdraw(reservation, unit):
                 continue
             if unit == _WHOLE:
                 return True
@@ -327,17 +329,17 @@ class Credits:
                 return True
         return False
 
-    def _may_overdraw(self, claim: _Claim, unit: int) -> bool:
+    def _may_overdraw(self, reservation: _Reservation, unit: int) -> bool:
         """Whether a unit may exceed the room: the earliest consumer waits for it, or no task is in flight."""
-        channel = claim.channel
-        if unit == _WHOLE and not claim.room.fits:
+        channel = reservation.channel
+        if unit == _WHOLE and not reservation.room.fits:
             return False
-        if self._may_overdraw_for is claim.call_state:
+        if self._may_overdraw_for is reservation.call_state:
             return True
         if channel.overdraft is not None:
             return False
-        earliest = min((taker for other in channel.claims.values() for taker in other.takers), default=None)
-        return (earliest is None or earliest in claim.takers) and claim.next_unit == unit
+        earliest = min((taker for other in channel.reservations.values() for taker in other.takers), default=None)
+        return (earliest is None or earliest in reservation.takers) and reservation.next_unit == unit
 
     def _predicted(self, call_state: CallState, row: int) -> int:
         """Predict the bytes of an unfinished sample: as if it became as long as it may."""
@@ -345,21 +347,23 @@ class Credits:
         prompt = base.num_tokens.get(call_state.prompt_of(row), 0) if base is not None else 0
         return (prompt + _most_new(call_state.call)) * BYTES_PER_TOKEN
 
-    def _perhaps_free(self, claim: _Claim, row: int) -> None:
-        num_taken = claim.num_over + sum(row in taken for taken in claim.takers.values())
-        if num_taken >= claim.room.takers:
-            self._free(claim, row)
+    def _perhaps_free(self, reservation: _Reservation, row: int) -> None:
+        num_taken = reservation.num_over + sum(row in taken for taken in reservation.takers.values())
+        if num_taken >= reservation.room.takers:
+            self._free(reservation, row)
 
-    def _free(self, claim: _Claim, row: int) -> None:
-        claim.gone.add(row)
-        num_bytes = claim.held.pop(row, None)
+    def _free(self, reservation: _Reservation, row: int) -> None:
+        reservation.gone.add(row)
+        num_bytes = reservation.held.pop(row, None)
         if num_bytes is None:
             return
-        channel = claim.channel
+        channel = reservation.channel
         channel.used_samples -= 1
         channel.used_bytes -= num_bytes
-        ordinal = claim.call_state.call.ordinal
-        if channel.overdraft == (ordinal, claim.unit_of(row)) and not any(claim.unit_of(r) == claim.unit_of(row) for r in claim.held):
+        ordinal = reservation.call_state.call.ordinal
+        if channel.overdraft == (ordinal, reservation.unit_of(row)) and not any(
+            reservation.unit_of(r) == reservation.unit_of(row) for r in reservation.held
+        ):
             channel.overdraft = None
         self._may_be_room = True
 

@@ -68,7 +68,7 @@ class OpenCalls:
         self._open: dict[str, dict[int, CallState]] = {}
         self._started: dict[tuple[str, str], list[CallState]] = {}
         self._first: dict[str, CallState | None] = {}
-        self._beside: dict[str, set[str]] = {}
+        self._co_speakers: dict[str, set[str]] = {}
         """Role -> those with which it has spoken in episodes of one call, itself included."""
 
     def add(self, call_state: CallState) -> None:
@@ -77,7 +77,7 @@ class OpenCalls:
         for role in roles:
             self._open.setdefault(role, {})[call_state.call.ordinal] = call_state
             if len(roles) > 1:
-                self._beside.setdefault(role, set()).update(roles)
+                self._co_speakers.setdefault(role, set()).update(roles)
             self.forget_first(role)
 
     def reopen(self, call_state: CallState) -> None:
@@ -115,12 +115,12 @@ class OpenCalls:
 
     def forget_first(self, role: str) -> None:
         """Forget which generation of a role is the first, and of those that speak with it: it may have changed."""
-        for one in self._beside.get(role, (role,)):
+        for one in self._co_speakers.get(role, (role,)):
             self._first.pop(one, None)
 
-    def beside(self, role: str) -> Iterable[str]:
+    def co_speakers(self, role: str) -> Iterable[str]:
         """The roles with which one has spoken in episodes of one call."""
-        return self._beside.get(role, ())
+        return self._co_speakers.get(role, ())
 
     def started(self, kind: str, role: str) -> Sequence[CallState]:
         """Return a role's calls of one kind of engine that wait for nothing, in program order."""
@@ -423,7 +423,7 @@ class SchedulerState:
     def speaks_again(self, worker: WorkerState) -> None:
         """Ask the workers again in whose episodes a worker's engines speak: these have their turn, or other weights."""
         for role in worker.roles["rollout"]:
-            self.ready_workers.wake_role(*self.open.beside(role))
+            self.ready_workers.wake_role(*self.open.co_speakers(role))
 
     def engines_changed(self) -> None:
         """Note that the set of workers that can run a generation may have changed."""

@@ -147,11 +147,11 @@ class InflightSample:
     """Role that speaks in an episode from other processes -> these."""
 
 
-def rows_of(generated: Sequence[Generated], growing: Sequence[InflightSample]) -> Batch:
+def rows_of(generated: Sequence[Generated], inflight: Sequence[InflightSample]) -> Batch:
     """Make the rows of samples, finished or not."""
-    prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
-    seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
-    return call_semantics.responses([g.drawn for g in growing], generated, prompts, seeds)
+    prompts = Batch.concat([g.prompts.take([g.row]) for g in inflight])
+    seeds = {g.id: s.seed for g, s in zip(generated, inflight, strict=True)}
+    return call_semantics.responses([g.drawn for g in inflight], generated, prompts, seeds)
 
 
 _MADE_ANEW = GENERATED | ENGINE_COLUMNS | {"prompt_text"}
@@ -313,8 +313,8 @@ class EngineHost:
                     self._train[slot.role] = self._train[shared]
                     continue
                 lender, model = lenders[slot.role], self._models[slot.role]
-                beside = None if lender is None else self._train[lender].adapter_reference(slot.role, model)
-                self._train[slot.role] = beside or self._make_train(slot, model, self._settings["train"])
+                reference = None if lender is None else self._train[lender].adapter_reference(slot.role, model)
+                self._train[slot.role] = reference or self._make_train(slot, model, self._settings["train"])
                 self._train[slot.role].start()
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
@@ -399,9 +399,9 @@ class EngineHost:
 
     def _passed(self, packed: int, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None:
         """Record a turn or a tool call of an episode, on the thread of agents."""
-        growing = self._inflight.get(packed)
-        if growing is not None:
-            self._sample_spans.part(growing.call.ordinal, packed, name, start_ns, end_ns, about)
+        inflight = self._inflight.get(packed)
+        if inflight is not None:
+            self._sample_spans.part(inflight.call.ordinal, packed, name, start_ns, end_ns, about)
 
     # Speakers in other processes, and turns of others' episodes
 
@@ -512,7 +512,7 @@ class EngineHost:
 
     def abort(self, call: int) -> dict[int, int]:
         """Give up what generates for a call; how many tokens each sample had by then, of those that had some."""
-        ids = self._growing_for(call)
+        ids = self._inflight_for(call)
         gone = self._stopped(ids)
         had = {generated.id: generated.num_sampled for generated in gone}
         had |= {generated.id: generated.num_sampled for generated, _ in self._finished if self._inflight[generated.id].call.ordinal == call}
@@ -535,15 +535,15 @@ class EngineHost:
 
     def _leave(self, packed: int, num_tokens: int) -> InflightSample:
         """Remove a sample that has left its engine with `num_tokens` tokens."""
-        growing = self._inflight.pop(packed)
-        self._had -= growing.had
-        self._num_left += num_tokens - growing.had
-        return growing
+        inflight = self._inflight.pop(packed)
+        self._had -= inflight.had
+        self._num_left += num_tokens - inflight.had
+        return inflight
 
-    def is_growing(self, packed: int, call: int) -> bool:
+    def is_inflight(self, packed: int, call: int) -> bool:
         """Whether a sample is generated here for this call, has not finished, and can be stopped."""
-        growing = self._inflight.get(packed)
-        is_here = growing is not None and growing.call.ordinal == call
+        inflight = self._inflight.get(packed)
+        is_here = inflight is not None and inflight.call.ordinal == call
         if any(episodes.is_held(packed) for episodes in self._episodes.values()):
             return False
         return is_here and all(generated.id != packed for generated, _ in self._finished)
@@ -565,12 +565,12 @@ class EngineHost:
         self._finished = [(generated, end) for generated, end in self._finished if self._inflight[generated.id].call.ordinal != call]
         return self._rows(left)[1] if left else Batch.concat([])
 
-    def _growing_for(self, call: int) -> list[int]:
-        return [packed for packed, growing in self._inflight.items() if growing.call.ordinal == call]
+    def _inflight_for(self, call: int) -> list[int]:
+        return [packed for packed, inflight in self._inflight.items() if inflight.call.ordinal == call]
 
     def stop(self, call: int) -> tuple[Batch, Batch]:
         """Stop what generates for a call: the rows of samples that have finished by now, and of those that can go on."""
-        return self.finished_for(call), self.interrupt(self._growing_for(call))
+        return self.finished_for(call), self.interrupt(self._inflight_for(call))
 
     def progress(self) -> dict[int, int]:
         """Tokens so far of each sample that generates."""
@@ -598,8 +598,8 @@ class EngineHost:
             if generated.segments and not generated.num_sampled:
                 continue  # An episode before its first word is begun anew.
             by_call.setdefault(self._inflight[generated.id].call.ordinal, []).append(generated)
-        growing = {generated.id: self._inflight[generated.id] for of in by_call.values() for generated in of}
-        return [(growing[of[0].id].call, rows_of(of, [growing[generated.id] for generated in of])) for of in by_call.values()]
+        inflight = {generated.id: self._inflight[generated.id] for of in by_call.values() for generated in of}
+        return [(inflight[of[0].id].call, rows_of(of, [inflight[generated.id] for generated in of])) for of in by_call.values()]
 
     def tokens(self) -> tuple[int, dict[int, int]]:
         """Tokens generated here in all; and how many each sample has that grows here or waits to leave."""
@@ -611,10 +611,10 @@ class EngineHost:
 
     def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
         generated = [g for g, _ in finished]
-        growing = [self._leave(g.id, g.num_sampled) for g in generated]
-        call = growing[0].call
-        rows = rows_of(generated, growing)
-        for (g, end), s in zip(finished, growing, strict=True):
+        inflight = [self._leave(g.id, g.num_sampled) for g in generated]
+        call = inflight[0].call
+        rows = rows_of(generated, inflight)
+        for (g, end), s in zip(finished, inflight, strict=True):
             self._sample_spans.ended(call.ordinal, s.start_ns, end, g, had=s.had, waited_us=s.waited_us)
         return call, rows
 
@@ -755,7 +755,9 @@ class EngineHost:
         is_heard = is_spoken_to or any(episodes.lets_speak(role) for episodes in self._episodes.values())
         if is_heard and not under_requests and not between_turns:
             raise InternalError(f"weights of {role} were to change between two turns of an episode")
-        for call in {growing.call.ordinal: growing.call for growing in self._inflight.values() if role in growing.call.speakers}.values():
+        for call in {
+            inflight.call.ordinal: inflight.call for inflight in self._inflight.values() if role in inflight.call.speakers
+        }.values():
             check_admission(call, version, role)
         if manifest is None:
             self._weight_syncs.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)

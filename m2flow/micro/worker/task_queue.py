@@ -65,7 +65,7 @@ class Executor(Protocol):
     def push(self, call: int, ids: list[int], to: Sequence[str]) -> None:
         """Send rows that are here to other processes."""
 
-    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+    def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         """Keep rows of the call `drawn` as rows of `call` too."""
 
     def is_running(self, packed: int, call: int) -> bool:
@@ -201,7 +201,7 @@ class TaskQueue:
             case m.Push(call=call, ids=ids, to=to):
                 executor.push(call, ids, [to])
             case m.Reassign(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
-                executor.adopt(call, drawn, ids)
+                executor.reassign(call, drawn, ids)
                 executor.push(call, ids, forward_to)
             case m.Preempt(call=call, ids=ids, waits=waits):
                 self._leaving.update(dict.fromkeys(ids, call) if waits else {})

@@ -42,7 +42,7 @@ from m2flow.channels.weights.tensors import RawBits, Tied, Weight, from_wire, ma
 from m2flow.channels.zeromq import Keys
 from m2flow.engines.contract import RolloutEngine, TrainEngine, agreement_of
 from m2flow.errors import ChannelError, EngineError
-from m2flow.micro.protocol.plan import WeightSync
+from m2flow.micro.protocol.plan import WeightSyncPlan
 from m2flow.micro.worker.rank_group import RankGroupTrain
 from m2flow.observe.spans import Recorder, SpanName
 from m2flow.recipe import Model
@@ -116,7 +116,7 @@ class LogprobCheck:
         self._compute_dtype = compute_dtype
         self._sequences: dict[str, Batch] = {}
         self._probes: dict[str, Probe] = {}
-        self._proved: set[str] = set()
+        self._checked: set[str] = set()
 
     def notice(self, role: str, rows: Batch, *, is_sampled_here: bool) -> None:
         """An update is made on these rows: what the weights after it are probed with, if they are."""
@@ -166,10 +166,10 @@ class LogprobCheck:
                 now="The bytes came whole, by their checksums. Does the rollout engine have the model's architecture, layout and type? "
                 "`weights: {probe_tolerance: ...}` in the cluster spec allows more, docs/internals/weights.md says what to look at.",
             )
-        self._proved.add(role)
+        self._checked.add(role)
 
     def _is_due(self, role: str) -> bool:
-        return self._checks.probe == "always" or (self._checks.probe == "first" and role not in self._proved)
+        return self._checks.probe == "always" or (self._checks.probe == "first" and role not in self._checked)
 
     def _tolerance(self, role: str) -> float:
         if self._checks.tolerance is not None:
@@ -221,7 +221,7 @@ class WeightSettings(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, keys=keys)
 
 
-def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec, directory: str) -> WeightSettings:
+def weight_settings(worker: str, syncs: Sequence[WeightSyncPlan], spec: WeightsSpec, directory: str) -> WeightSettings:
     """Make the settings of one worker of a plan."""
     publishes: dict[str, tuple[str, ...]] = {}
     for sync in syncs:

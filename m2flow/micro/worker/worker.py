@@ -101,7 +101,7 @@ class Peers:
             if worker_of(tag) in transports:
                 self._outbox.prefer(address, transports[worker_of(tag)])
 
-    def sever(self, tag: str) -> None:
+    def mark_dead(self, tag: str) -> None:
         """Mark a peer as dead."""
         self._dead.add(tag)
         if tag in self._addresses:
@@ -602,18 +602,18 @@ class Worker:
         self._peers.announce(peers.addresses, self.settings.transports)
 
     def disconnect(self, lost: m.PeerLost) -> Mapping[int, list[int]]:
-        self._peers.sever(lost.peer)
+        self._peers.mark_dead(lost.peer)
         self.engine_host.peer_lost(lost.peer)
         return self._store.drop_sent_by(lost.peer, lost.rows)
 
     def push(self, call: int, ids: list[int], to: Sequence[str]) -> None:
         self._forward(call, self._store.get(call, ids), to)
 
-    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+    def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         self._store.put(call, self._store.get(drawn, ids))
 
     def is_running(self, packed: int, call: int) -> bool:
-        return self.engine_host.is_growing(packed, call)
+        return self.engine_host.is_inflight(packed, call)
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         return self._kept(call, self.engine_host.interrupt(ids))

@@ -478,8 +478,8 @@ def _engines(slots: Sequence[EngineSlot], models: Mapping[str, Model], settings:
     made: dict[str, TrainEngine] = {}
     for slot in sorted(slots, key=lambda slot: lender_of(slot, slots, models) is not None):
         lender = lender_of(slot, slots, models)
-        beside = None if lender is None else made[lender].adapter_reference(slot.role, models[slot.role])
-        made[slot.role] = beside or make_own_train(slot, models[slot.role], settings)
+        reference = None if lender is None else made[lender].adapter_reference(slot.role, models[slot.role])
+        made[slot.role] = reference or make_own_train(slot, models[slot.role], settings)
     return made
 
 

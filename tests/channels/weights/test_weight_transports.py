@@ -53,7 +53,7 @@ from m2flow.channels.weights.weight_files import open_file, remove_files
 from m2flow.channels.zeromq import Keys, new_keys
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, InternalError, PlanError, SpecError
 from m2flow.micro.lowering.passes import plan_syncs
-from m2flow.micro.protocol.plan import EngineSlot, SyncTransport, WeightSync, WorkerPlan
+from m2flow.micro.protocol.plan import EngineSlot, SyncTransport, WeightSyncPlan, WorkerPlan
 from m2flow.spec import ClusterSpec, WeightsSpec
 
 PATIENCE_S = 60.0
@@ -266,7 +266,7 @@ class Whole(SharedWeights):  # type: ignore[misc]
     takes_pieces = False
 
 
-def planned(kind: Transport, monkeypatch: pytest.MonkeyPatch, changes: str = "auto", **how: Any) -> WeightSync:
+def planned(kind: Transport, monkeypatch: pytest.MonkeyPatch, changes: str = "auto", **how: Any) -> WeightSyncPlan:
     """The sync that is planned where `file` is this transport."""
     monkeypatch.setitem(TRANSPORTS, "file", kind)
     train = WorkerPlan("train-0", "cpu", 1, (EngineSlot("policy", "train", "fsdp"),), ranks=2)

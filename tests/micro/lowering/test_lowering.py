@@ -15,7 +15,7 @@ from m2flow.macro.graph import Call, Granularity, MacroGraph, Ref
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import Lowering, accumulation_unit, cut, legal_stages, lower
 from m2flow.micro.lowering.routing import _with_transports
-from m2flow.micro.protocol.plan import EngineSlot, Plan, Route, Stage, WeightSync, WorkerPlan
+from m2flow.micro.protocol.plan import EngineSlot, Plan, Route, Stage, WeightSyncPlan, WorkerPlan
 from m2flow.recipe import Sampling
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
@@ -288,7 +288,7 @@ def test_a_plan_that_is_wrong_is_told_what_is_wrong():
         stages = tuple(msgspec.structs.replace(s, **changes) if s is old else s for s in plan.stages)
         return msgspec.structs.replace(plan, stages=stages)
 
-    sync = WeightSync("policy", "x", "rollout-0", "shared memory")
+    sync = WeightSyncPlan("policy", "x", "rollout-0", "shared memory")
     route = Route("a", "b", "controller", "rollout-9", "zmq ipc", 1)
     wrong = {
         "no worker runs policy.generate": edited(generate, workers=()),

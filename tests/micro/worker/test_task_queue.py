@@ -78,7 +78,7 @@ class Samples:
     def push(self, call: int, ids: list[int], to: Sequence[str]) -> None:
         self.did.append(("push", call, ids, *to))
 
-    def adopt(self, call: int, drawn: int, ids: list[int]) -> None:
+    def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         self.did.append(("adopt", call, drawn, ids))
 
     def is_running(self, packed: int, call: int) -> bool:

@@ -25,7 +25,7 @@ def test_rows_go_to_who_lives_and_not_to_who_is_dead(inbox):
     peers = Peers(MemoryOutbox(), nothing_heard)
     peers.announce({"functions-0": inbox.open()}, {})
     assert peers.send("functions-0", parcel_of(1))
-    peers.sever("functions-0")
+    peers.mark_dead("functions-0")
     assert not peers.send("functions-0", parcel_of(2))
     assert [parcel.call for parcel in inbox.take()] == [1]
 
