@@ -61,7 +61,7 @@ from m2flow.micro.records.accounting import Alarm, Tally
 from m2flow.micro.records.checkpoints import clear_leftovers
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.records.ledger import lengths_of_run, read_endings, read_num_failed, samples_digest
+from m2flow.micro.records.ledger import lengths_of_run, read_left_out, read_num_failed, samples_digest
 from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.provenance import resolved_of
 from m2flow.micro.records.resume import DONE, ResumeState, read_mendable, read_resume_state
@@ -727,7 +727,7 @@ class Run:
             ended_early=self._ended_early,
             samples=tally.num_samples,
             tokens=tally.num_tokens,
-            left_out=read_endings(self.run_dir),
+            left_out=read_left_out(self.run_dir),
             calls_failed=read_num_failed(self.run_dir),
             reward_first=tally.rewards[0] if tally.rewards else None,
             reward_last=tally.rewards[-1] if tally.rewards else None,

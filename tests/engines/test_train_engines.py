@@ -33,7 +33,7 @@ from m2flow.errors import EngineError, MissingExtra, ModelError, OpError, Option
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.update_semantics import UpdateTally, objective, training_rows
-from m2flow.micro.worker.mini_batches import MiniBatch
+from m2flow.micro.worker.out_of_memory import MiniBatch
 from m2flow.recipe import SGD, AdamW, AdamW8bit, Loss, Model, Muon, Optimizer, WeightGroup, check_optimizer
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.testing import train_suite

@@ -16,7 +16,7 @@ from m2flow.cli.main import cli
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, WorkerPlan
 from m2flow.micro.worker.engine_host import PEAKS, EngineHost, Gauges
-from m2flow.micro.worker.mini_batches import peak_bytes
+from m2flow.micro.worker.out_of_memory import peak_bytes
 from m2flow.observe.spans import Recorder
 from m2flow.viewer.analysis import memory_of, predicted_bytes
 from m2flow.viewer.run_trace import RunTrace

@@ -456,8 +456,8 @@ def read_beginnings(run_dir: Path) -> list[float]:
     return []
 
 
-def read_endings(run_dir: Path) -> dict[str, int]:
-    """Number of samples of a run that are in no result, by reason: `late` (dropped), `unused` (carried, and never used)."""
+def read_left_out(run_dir: Path) -> dict[str, int]:
+    """Count the samples of a run that are in no result, by reason: `late` (dropped), `unused` (carried, and never used)."""
     with reading_ledger(run_dir) as db:
         return dict(db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY reason"))
 

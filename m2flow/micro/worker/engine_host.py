@@ -46,7 +46,7 @@ from m2flow.micro.protocol.staleness import check_admission, check_given, versio
 from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of
 from m2flow.micro.records.checkpoints import PartWriter, seal
 from m2flow.micro.worker.function_tasks import Functions, Leave
-from m2flow.micro.worker.mini_batches import MiniBatches, accounted, peak_bytes
+from m2flow.micro.worker.out_of_memory import MiniBatches, accounted, peak_bytes
 from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
 from m2flow.micro.worker.telemetry import ChannelCounts, SampleSpans
 from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, WeightSyncs

@@ -39,7 +39,7 @@ from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Obje
 from m2flow.engines.registry import make_train, train_options
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, MicroBatchTooLarge, error_from_record, is_out_of_memory
 from m2flow.micro.protocol.plan import EngineSlot
-from m2flow.micro.worker.mini_batches import too_large
+from m2flow.micro.worker.out_of_memory import too_large
 from m2flow.recipe import Loss, Model, Optimizer
 from m2flow.samples import Batch
 
@@ -73,7 +73,7 @@ class RankGroupSettings(msgspec.Struct, frozen=True):
     rendezvous: str = ""
     """Where the engines' process group is initialised (`m2flow.engines.contract.EngineSettings.rendezvous`)."""
     parts: int = 1
-    """Parts into which each micro-batch is cut (`m2flow.micro.worker.mini_batches`)."""
+    """Parts into which each micro-batch is cut (`m2flow.micro.worker.out_of_memory`)."""
 
 
 class RankCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -58,7 +58,7 @@ class LoraBaseCheck:
         self._entries: dict[str, tuple[TensorEntry, ...]] = {}
         self._compared: set[str] = set()
 
-    def told(self, role: str, manifest: Manifest, engine: TrainEngine) -> Manifest:
+    def with_base(self, role: str, manifest: Manifest, engine: TrainEngine) -> Manifest:
         """Add the checksums of the base weights to a publication of a role's adapters."""
         if role not in self._entries:
             found = tensor_checksums(engine.base())
@@ -119,7 +119,7 @@ class LogprobCheck:
         self._checked: set[str] = set()
 
     def notice(self, role: str, rows: Batch, *, is_sampled_here: bool) -> None:
-        """An update is made on these rows: what the weights after it are probed with, if they are."""
+        """Note the first sequences of an update's rows, for a probe of the weights that the update makes, if one is due."""
         is_wanted = role in self._published or (is_sampled_here and self._is_due(role))
         if self._checks.probe == "never" or not is_wanted or "tokens" not in rows or not len(rows):
             return
@@ -129,7 +129,7 @@ class LogprobCheck:
         self._sequences[role] = Batch(part.ids, columns)
 
     def updated(self, role: str, version: int, engine: TrainEngine) -> None:
-        """The weights are of this version now, and on their device: have the trainer say what it makes of the sequences."""
+        """Make the probe of a new version: the trainer's log-probabilities of the noted sequences. Its weights must be on the device."""
         self._probes.pop(role, None)
         batch = self._sequences.pop(role, None)
         if batch is None:
@@ -147,10 +147,10 @@ class LogprobCheck:
         return found if found is not None and found.version == version else None
 
     def check_probe(self, role: str, probe: Probe | None, engine: RolloutEngine) -> None:
-        """The rollout engine has taken weights.
+        """Compare the log-probabilities of an engine that has loaded weights with those of their probe.
 
         Raises:
-            EngineError: it makes something else of the sequences than their trainer does; with the tokens.
+            EngineError: they differ by more than the tolerance; with the tokens that differ most.
         """
         if probe is None or not self._is_due(role) or not engine.capabilities.probes:
             return
@@ -205,8 +205,9 @@ class WeightSettings(msgspec.Struct, frozen=True):
     publishes: dict[str, tuple[str, ...]] = {}
     """Role -> the transports that others load its trained weights by."""
     num_receivers: dict[str, int] = {}
-    alone: frozenset[str] = frozenset()
-    """Roles whose adapters others get by themselves."""
+    """Role -> number of engines of other workers that load its trained weights."""
+    adapters_only: frozenset[str] = frozenset()
+    """Roles of which only the adapters are published, without the base weights."""
     directory: str = ""
     host: str = "127.0.0.1"
     keys: Keys | None = None
@@ -231,7 +232,7 @@ def weight_settings(worker: str, syncs: Sequence[WeightSyncPlan], spec: WeightsS
         loads={sync.role: sync.transport for sync in syncs if sync.target == worker},
         publishes=publishes,
         num_receivers={role: sum(s.source == worker != s.target and s.role == role for s in syncs) for role in publishes},
-        alone=frozenset(s.role for s in syncs if s.source == worker and s.sends == "adapters"),
+        adapters_only=frozenset(s.role for s in syncs if s.source == worker and s.sends == "adapters"),
         directory=directory,
         host=spec.host,
         changes=spec.changes,
@@ -245,8 +246,8 @@ def checks_of(spec: WeightsSpec) -> Checks:
     return Checks(spec.probe, spec.probe_tolerance, spec.stop_above)
 
 
-class _Taking(NamedTuple):
-    """A way into a rollout engine."""
+class _Loading(NamedTuple):
+    """What a publication replaces in a rollout engine, whole weights or adapters: how to load it, and how to list what is held."""
 
     what: str
     load: Callable[..., None]
@@ -278,13 +279,13 @@ class WeightSyncs:
             publisher = self._publishers.get(role)
             if publisher is None:
                 publisher = self._publishers[role] = Publisher(f"{self._prefix}-{role}", self._options(role))
-            is_alone = role in self._settings.alone
-            if is_alone:
+            is_adapters_only = role in self._settings.adapters_only
+            if is_adapters_only:
                 manifest = publisher.publish(engine.adapters(), version)
             else:
                 spread = engine.spread(self._settings.bucket_bytes) if isinstance(engine, RankGroupTrain) else None
                 manifest = publisher.publish(mark_tied(engine.weights()), version, self._rollout_dtype(role), spread)
-            span.set(sends="adapters" if is_alone else "weights")
+            span.set(sends="adapters" if is_adapters_only else "weights")
             last = publisher.last
             span.set(num_bytes=last.num_bytes, transport=", ".join(last.sent), gb_per_s=_rate(last.num_bytes, start))
             if last.why:
@@ -293,10 +294,10 @@ class WeightSyncs:
                 span.set(rank_bytes=list(last.written))
             if last.share_changed >= 0:
                 span.set(share_changed=round(last.share_changed, 6))
-            return self._base.told(role, manifest, engine) if is_alone else manifest
+            return self._base.with_base(role, manifest, engine) if is_adapters_only else manifest
 
     def load(self, role: str, version: int, manifest: Manifest, engine: RolloutEngine, *, under_requests: bool = False) -> None:
-        """Take published weights in.
+        """Load published weights into a rollout engine, and compare what it then holds.
 
         Raises:
             ChannelError: they were damaged on their way. EngineError: the engine holds something else than was published.
@@ -310,37 +311,37 @@ class WeightSyncs:
         is_listed = unlisted is not None and not unlisted
         with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
             start = time.monotonic()
-            taking = self._taking(role, manifest, engine)
+            loading = self._loading(role, manifest, engine)
             arriving = subscriber.tensors(
                 manifest,
                 transport,
                 held_version=self._held.pop(role, -1),
-                held=(lambda: _plain(to_wire(taking.held()))) if is_listed else None,
+                held=(lambda: _plain(to_wire(loading.held()))) if is_listed else None,
                 verify=unlisted,
             )
-            taking.load(from_wire(arriving, _first(engine)), version, under_requests=under_requests)
-            wrong, self._unlisted[role] = _compared(manifest.tensors, taking.held())
+            loading.load(from_wire(arriving, _first(engine)), version, under_requests=under_requests)
+            wrong, self._unlisted[role] = _compared(manifest.tensors, loading.held())
             if wrong:
                 is_in_place = TRANSPORTS[transport].is_in_place
                 self._raise_for(role, wrong, transport, (lambda: subscriber.tensors(manifest, transport)) if is_in_place else None)
             self._held[role] = manifest.version
-            span.set(sends=taking.what, num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
+            span.set(sends=loading.what, num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
 
-    def _taking(self, role: str, manifest: Manifest, engine: RolloutEngine) -> _Taking:
-        """How an engine takes what was published in. Raises EngineError: adapters, of which it has another base."""
+    def _loading(self, role: str, manifest: Manifest, engine: RolloutEngine) -> _Loading:
+        """Choose how an engine loads what was published. Raises EngineError: adapters of another base than the engine has."""
         if not manifest.base:
-            return _Taking("weights", engine.load_weights, engine.weights)
+            return _Loading("weights", engine.load_weights, engine.weights)
         self._base.check(role, manifest, engine)
-        return _Taking("adapters", engine.load_adapters, engine.adapters)
+        return _Loading("adapters", engine.load_adapters, engine.adapters)
 
     def copy(self, role: str, version: int, trainer: TrainEngine, engine: RolloutEngine, *, under_requests: bool = False) -> None:
-        """Take the weights of a trainer of this process in, tensor by tensor."""
+        """Load the weights of a trainer of this process into a rollout engine, tensor by tensor."""
         self.take(role, version, self.to_wire(role, trainer), engine, under_requests=under_requests)
 
     def take(
         self, role: str, version: int, tensors: Iterable[tuple[str, Weight | Tied]], engine: RolloutEngine, *, under_requests: bool = False
     ) -> None:
-        """Take weights of this process in.
+        """Load tensors of this process into a rollout engine, without a transport.
 
         Raises:
             EngineError: the engine then holds something else.
@@ -362,7 +363,7 @@ class WeightSyncs:
         return to_wire(mark_tied(engine.weights()), self._rollout_dtype(role))
 
     def kept(self, role: str, engine: TrainEngine) -> list[tuple[str, Weight]]:
-        """A copy of them."""
+        """Copy a trainer's weights, in the type that the role's rollout engines hold; of tied tensors one."""
         return [(name, _copied(weight)) for name, weight in self.to_wire(role, engine) if not isinstance(weight, Tied)]
 
     def _rollout_dtype(self, role: str) -> str | None:
@@ -407,7 +408,7 @@ def _compared(entries: Iterable[TensorEntry], held: Iterable[tuple[str, Any]]) -
 
 
 def _noted(weights: Iterable[tuple[str, Weight]], entries: list[TensorEntry], sizes: list[int]) -> Iterator[tuple[str, Weight]]:
-    """The same weights; what passes is written down."""
+    """Pass weights on; append the checksum and the bytes of each."""
     for name, weight in weights:
         found: TensorChecksum = next(iter(array_checksums([(name, weight)])))
         entries.append(TensorEntry(name, found.dtype, found.shape, 0, found.checksum))
@@ -416,7 +417,7 @@ def _noted(weights: Iterable[tuple[str, Weight]], entries: list[TensorEntry], si
 
 
 def _plain(tensors: Iterable[tuple[str, Weight | Tied]]) -> Iterator[tuple[str, Weight]]:
-    """Without names of tensors that came before: engines that tie them take one."""
+    """Leave out the further names of tied tensors: an engine that ties them takes one."""
     for name, weight in tensors:
         if not isinstance(weight, Tied):
             yield name, weight

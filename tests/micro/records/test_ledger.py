@@ -15,7 +15,8 @@ from m2flow.errors import EngineError, InternalError
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.records.ledger import Ledger, read_samples, samples_digest
+from m2flow.micro.records.ledger import Ledger, add_endings, read_samples, samples_digest
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import SegmentWriter
 from m2flow.samples import Batch, Ragged, Segment, make_ids
 
@@ -121,6 +122,16 @@ def test_samples_up_to_the_last_prompt_that_was_needed_count_and_no_others(tmp_p
     ledger.discarded(GENERATE.ordinal, 1)
     ledger.close()
     assert [int(sample.ids[0]) for sample, _ in read_samples(tmp_path)] == IDS[:4]  # Two of each prompt.
+
+
+def test_a_sample_of_the_last_prompt_that_was_needed_ends_as_any_other_and_later_ones_are_unused(tmp_path):
+    ledger = write(tmp_path, [IDS])
+    ledger.discarded(GENERATE.ordinal, 1)
+    ledger.dropped(GENERATE, IDS, "late")
+    ledger.close()
+    with reading_ledger(tmp_path) as db:
+        add_endings(db)
+        assert dict(db.execute("SELECT id, ending FROM endings")) == dict(zip(IDS, ["dropped"] * 4 + ["unused"] * 2, strict=True))
 
 
 def test_a_failed_call_stays_failed_and_has_the_error_of_the_earliest_cause_which_is_told_last(tmp_path):

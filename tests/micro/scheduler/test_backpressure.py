@@ -153,7 +153,7 @@ def test_finished_samples_that_are_in_no_result_take_no_room(monkeypatch):
 
     def watched(self, *events):
         commands = handle(self, *events)
-        for claim in (claim for channel in self.channels() for claim in channel.claims.values() if claim.call_state.is_done):
+        for claim in (claim for channel in self.channels() for claim in channel.reservations.values() if claim.call_state.is_done):
             left_out = claim.call_state.done.difference(claim.call_state.result)
             finished.update(left_out)
             held.update(left_out & claim.held.keys())

@@ -23,7 +23,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol.events import Command, Expired
-from m2flow.micro.records.ledger import read_decisions, read_endings
+from m2flow.micro.records.ledger import read_decisions, read_left_out
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.micro.scheduler import partial_rollouts
 from m2flow.micro.scheduler.call_state import CallState
@@ -340,7 +340,7 @@ def test_worker_processes_carry_and_the_ledger_counts_what_is_never_given(tmp_pa
     runs = RunSettings(runs_dir=str(tmp_path))
     planned = Run(program, SYNCHRONOUS, SPLIT, runs).execute()
     decisions = read_decisions(Path(planned.run_dir))
-    unused = read_endings(Path(planned.run_dir))
+    unused = read_left_out(Path(planned.run_dir))
     assert planned.left_out == unused
     assert set(unused) <= {"unused"}
     assert len(decisions) + sum(unused.values()) == 6 * 5 * 2
@@ -348,7 +348,7 @@ def test_worker_processes_carry_and_the_ledger_counts_what_is_never_given(tmp_pa
     eager = Run(program, SYNCHRONOUS, SPLIT, runs.model_copy(update={"eager": True}), decisions=decisions).execute()
     assert (eager.samples_sha256, eager.weights_sha256) == (planned.samples_sha256, planned.weights_sha256)
     assert read_decisions(Path(eager.run_dir)) == decisions
-    assert read_endings(Path(eager.run_dir)) == unused
+    assert read_left_out(Path(eager.run_dir)) == unused
     with SampleQuery(Path(planned.run_dir)) as book:
         lives = ["; ".join(entry.life) for entry in book.entries()]
         assert sum("carried: it was late, and given in step" in life for life in lives) > 0

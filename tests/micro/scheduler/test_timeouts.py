@@ -20,7 +20,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, TrainCost
 from m2flow.micro.protocol.events import TimedOut
 from m2flow.micro.records.audit import audit
-from m2flow.micro.records.ledger import read_decisions, read_endings, read_samples
+from m2flow.micro.records.ledger import read_decisions, read_left_out, read_samples
 from m2flow.micro.scheduler.partial_rollouts import Deadlines
 from m2flow.runner.run import Run
 from m2flow.samples import by_group, group_key, make_ids
@@ -219,7 +219,7 @@ def test_worker_processes_stop_what_is_late_and_the_run_goes_on(tmp_path):
     decisions = read_decisions(Path(planned.run_dir))
     assert len(decisions) == 0
     assert len(list(read_samples(Path(planned.run_dir)))) == 2
-    assert planned.left_out == read_endings(Path(planned.run_dir)) == {"late": 4096}
+    assert planned.left_out == read_left_out(Path(planned.run_dir)) == {"late": 4096}
     assert [check for check in audit(Path(planned.run_dir)).checks if not check.holds] == []
     eager = Run(hopeless, {}, spec(1, 128), runs.model_copy(update={"eager": True}), decisions=decisions, warn=said.append).execute()
     assert (eager.samples_sha256, eager.weights_sha256) == (planned.samples_sha256, planned.weights_sha256)

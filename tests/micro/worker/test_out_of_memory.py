@@ -16,7 +16,7 @@ from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.errors import EngineError, OpError, OutOfMemory
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.engine_host import offload, onload
-from m2flow.micro.worker.mini_batches import accounted
+from m2flow.micro.worker.out_of_memory import accounted
 from m2flow.observe.spans import Recorder
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import make_ids
