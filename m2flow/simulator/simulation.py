@@ -797,7 +797,7 @@ class Simulation:
             count = self._incarnations[worker]
             self.clock.at(self.clock.now_s + self._message_s, lambda: self._told(worker, count, message))
         else:
-            self._workers[worker].told(message)
+            self._workers[worker].receive(message)
 
     def _act(self, effect: Effect) -> None:
         match effect:
@@ -880,7 +880,7 @@ class Simulation:
 
     def _told(self, worker: str, incarnation: int, message: m.ToWorker) -> None:
         if incarnation == self._incarnations[worker]:
-            self._workers[worker].told(message)
+            self._workers[worker].receive(message)
 
     def _heard(self, worker: str, incarnation: int, message: m.WorkerReport) -> None:
         """Deliver a worker's message; messages of a process that is gone are discarded."""

@@ -508,7 +508,7 @@ class VirtualWorker:
             m.Switch: lambda task: machine.switch_s(self._turn, task.to),  # type: ignore[attr-defined]
         }
 
-    def told(self, message: m.ToWorker) -> None:
+    def receive(self, message: m.ToWorker) -> None:
         """Receive a message of the controller."""
         if self.is_lost:
             return

@@ -114,7 +114,7 @@ class InflightRecovery:
         """Note rows that a dead worker was told to send and never will."""
         self._dead[worker].add(to, call, rows)
 
-    def told(self, worker: str, message: m.ToWorker) -> None:
+    def note_sent(self, worker: str, message: m.ToWorker) -> None:
         """Note what the scheduler tells a worker that it does not know to be dead: rows that this one should send are missing."""
         if worker in self._dead and isinstance(message, m.Push | m.Reassign):
             for tag in (message.to,) if isinstance(message, m.Push) else message.forward_to:
@@ -315,10 +315,10 @@ class Records:
     def forgotten(self, ordinal: int) -> None:
         """Nobody can ask for a call any more."""
 
-    def told(self, message: m.Finished | m.Aborted | m.Flushed | m.GivenUp) -> None:
+    def reported(self, message: m.Finished | m.Aborted | m.Flushed | m.GivenUp) -> None:
         """A worker has reported samples or rows."""
 
-    def begins(self, worker: str, task: m.Generate) -> None:
+    def dispatched(self, worker: str, task: m.Generate) -> None:
         """A worker is given samples."""
 
     def decided(self, decision: SampleDecision) -> None:
@@ -483,14 +483,14 @@ class ControllerCore:
         """
         match message:
             case m.Finished() | m.Aborted() | m.Flushed():
-                self._records.told(message)
+                self._records.reported(message)
                 return self.handle(FromWorker(worker, message))
             case m.TaskDone() | m.TaskFailed():
                 return self._ended(worker, message)
             case m.Load() | m.Preempted():
                 return self.handle(FromWorker(worker, message))
             case m.GivenUp():
-                self._records.told(message)
+                self._records.reported(message)
             case m.PartWritten(step, role, digest, error):
                 return [CheckpointSaved(step, role, digest) if error is None else CheckpointFailed(step, role, error)]
             case m.Missing():
@@ -629,12 +629,12 @@ class ControllerCore:
         kind = type(message)
         if kind is m.Generate:
             message = self._with_waited(message)  # type: ignore[arg-type]
-            self._records.begins(worker, message)
+            self._records.dispatched(worker, message)
             self._timeouts.began(message, self.calls[message.call], self.now_s)
         elif kind is m.Accumulate:
             self._consuming[message.number] = message  # type: ignore[union-attr, assignment]
         if self._recovery.is_open:
-            self._recovery.told(worker, message)
+            self._recovery.note_sent(worker, message)
         known = self._introduced.get(worker)
         if known is None:
             return  # It is dead.

@@ -142,7 +142,7 @@ class JournalRecords(Records):
     def sample_failed(self, call: Call, row: int, error: ErrorRecord) -> None:
         self._journal.sample_failed(call, row, error.what)
 
-    def told(self, message: UnreportedMessage) -> None:
+    def reported(self, message: UnreportedMessage) -> None:
         """Record a worker's message about samples or rows: finished, aborted, flushed or given up."""
         call = self.calls.get(message.call)
         match message:
@@ -165,7 +165,7 @@ class JournalRecords(Records):
             if call is None or call.engine == "rollout":
                 self._journal.taken_in(message.segment[0], start_of(message.segment))
 
-    def begins(self, worker: str, task: m.Generate) -> None:
+    def dispatched(self, worker: str, task: m.Generate) -> None:
         """Record that a worker is given samples; only resumed ones are new to the ledger."""
         if task.had:
             self._journal.samples_went_on(task.call, task.ids, task.had, worker)
@@ -198,7 +198,7 @@ class JournalRecords(Records):
         """
         left = self._crashes.of(worker, self.calls)
         for message in left.messages:
-            self.told(message)
+            self.reported(message)
         self._journal.tokens_lost(left.running, worker, reason or f"{worker} was lost")
         for meter in left.meters:
             self._journal.taken_in(meter)

@@ -46,7 +46,7 @@ _NOW = {
 
 
 class Holder(Protocol):
-    """An owner of engines."""
+    """A host of engines, which knows what memory each of them holds."""
 
     def held(self) -> Mapping[str, Memory]:
         """Return what each engine of this process holds of its device, by role and kind."""

@@ -76,15 +76,15 @@ def test_what_is_asked_of_a_dead_worker_when_two_are_known_to_be_lost_at_once_is
     recovery.begin("b", "b", {}, ["c"])
     lost = recovery.done()
     assert next(lost) == ("a", {})
-    recovery.told("b", m.Push(7, [3], "c"))  # The scheduler does not know yet.
+    recovery.note_sent("b", m.Push(7, [3], "c"))  # The scheduler does not know yet.
     assert next(lost) == ("b", {"c": {7: [3]}})
 
 
 def test_what_a_dead_worker_should_take_over_from_an_earlier_call_and_send_on_is_missing_where_it_should_go():
     recovery = InflightRecovery()
     recovery.begin("a", "a", {"c": {1: [5]}}, ["c", "d"])
-    recovery.told("a", m.Reassign(2, 1, [5], ["c", "d~1"]))
-    recovery.told("c", m.Reassign(2, 1, [6], ["d~1"]))  # It lives.
+    recovery.note_sent("a", m.Reassign(2, 1, [5], ["c", "d~1"]))
+    recovery.note_sent("c", m.Reassign(2, 1, [6], ["d~1"]))  # It lives.
     recovery.answered("c", m.Missing("a", {}))
     assert list(recovery.done()) == [("a", {"c": {2: [5]}, "d": {2: [5]}})]
 
