@@ -342,7 +342,7 @@ class ZmqInbox(Endpoint, Inbox):
             deadline = time.monotonic() + _DEATH_GRACE_S
             while inode >= 0 and inode_of(connection) == inode:
                 if time.monotonic() > deadline:
-                    raise ChannelError(f"columns of a parcel did not come, and their sender lives: {error.what}") from None
+                    raise ChannelError(f"columns of a parcel did not arrive, and their sender is alive: {error.what}") from None
                 time.sleep(_INBOX_POLL_S)
             return None
         self._groups.setdefault(parcel.sender, set()).add(transfer.group)

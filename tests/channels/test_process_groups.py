@@ -125,7 +125,7 @@ def test_a_sender_that_lives_and_can_t_be_met_is_an_error_not_a_parcel_less(monk
         stranger.connect(inbox.open())
         transfer = PairTransfer(f"127.0.0.1:{silent.getsockname()[1]}", "pair-1", "gloo", (9,))
         stranger.send_multipart([b"m2p" + msgspec.msgpack.encode(transfer), encode(parcel_of(0))[0]])
-        with pytest.raises(ChannelError, match="their sender lives"):
+        with pytest.raises(ChannelError, match="their sender is alive"):
             inbox.receive(PATIENCE_S)
     inbox.close()
 

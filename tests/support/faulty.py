@@ -116,7 +116,7 @@ def check_each_fault_is_an_error_on_all_and_all_go_on(
 
 def _said(fault: Fault) -> str:
     raised = "" if fault.error is MemoryError else "no such row"
-    words = "(must match the size|hidden states of .*, where .* were to come)" if fault.way == "shape" else raised
+    words = "(must match the size|hidden states of shape .*, not )" if fault.way == "shape" else raised
     return rf"rank {fault.rank} of this trainer: {fault.said or fault.part}, {fault.way.replace('shape', 'forward')} pass: .*{words}"
 
 

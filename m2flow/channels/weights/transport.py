@@ -246,7 +246,7 @@ class ServerReceiver(Receiver):
         for attempt in range(_ATTEMPTS):
             content, buckets = self._ask(manifest, base)
             if content.base not in (-1, base):
-                raise ChannelError(f"changes to version {content.base} came to who holds {base}")
+                raise ChannelError(f"changes to version {content.base} of the weights arrived at a receiver that holds version {base}")
             if not 0 <= content.num_bytes <= (manifest.num_bytes if content.base < 0 else _max_delta_bytes(manifest)):
                 raise DecodeError(f"{content.num_bytes:,} bytes of weights are announced, of a model of {manifest.num_bytes:,}")
             try:

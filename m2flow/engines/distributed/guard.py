@@ -237,7 +237,7 @@ class GuardedPart:
             output: Tensor = found[0] if self._is_pair else found
             expected = self._shape(hidden)
             if output.shape != expected:
-                raise EngineError(f"hidden states of {list(output.shape)}, where {list(expected)} were to come")
+                raise EngineError(f"a part returned hidden states of shape {list(output.shape)}, not {list(expected)}")
             return output
         except Exception as error:
             self._guard.note(self._name, "forward", error)

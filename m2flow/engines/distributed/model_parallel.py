@@ -471,7 +471,7 @@ class AutoTP:
             if list(getattr(tensor, "ds_shape", tensor.shape)) != expected:
                 raise EngineError(
                     f"DeepSpeed has split a weight of shape {list(self._shapes[tensor])} into {list(tensor.shape)}, not {expected}",
-                    now="Leave tp out: this release is not the one that m2flow knows.",
+                    now="Leave tp out, or install a release of DeepSpeed that m2flow was tested with: 0.19.",
                 )
 
     def is_split(self, tensor: Tensor) -> bool:

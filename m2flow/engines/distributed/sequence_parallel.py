@@ -127,7 +127,9 @@ def check_heads(config: Any, sp: int) -> None:
         if (heads := int(getattr(config, name))) % sp:
             raise EngineError(f"sp is {sp}, which does not divide the model's {name}, {heads}", now="Take an sp that does.")
     if getattr(config, "v_head_dim", None):
-        raise EngineError(f"a {config.model_type!r} model has keys and values of two sizes, which Ulysses has not", now="Leave sp out.")
+        raise EngineError(
+            f"a {config.model_type!r} model has keys and values of two sizes, which `sp` does not support", now="Leave sp out."
+        )
 
 
 def with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> AttentionLayout:

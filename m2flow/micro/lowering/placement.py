@@ -88,8 +88,8 @@ def check_degrees(workers: Iterable[WorkerPlan], weights: WeightsSpec) -> None:
         if weights.into_server not in ("auto", *can.into_server):
             others = ", ".join(name for name, other in known.items() if weights.into_server in other.into_server)
             raise PlanError(
-                f"the spec has weights: {{into_server: {weights.into_server}}}, and the rollout engine {slot.engine!r} has no server "
-                "that takes them so",
+                f"the spec has weights: {{into_server: {weights.into_server}}}, and the rollout engine {slot.engine!r} does not "
+                "load weights that way",
                 now=f"Leave it out, or take one of {others}.",
             )
         for name in _NAMES:

@@ -425,7 +425,8 @@ def check_early_onload(workers: Sequence[WorkerPlan]) -> None:
             leaves = bool(worker.lease) and slot.kind == "train" and not slot.stays
             if slot.onload_at and not (leaves and not generates and 0 < slot.onload_at <= 1):
                 raise PlanError(
-                    f"{worker.name}: the {slot.kind} engine of {slot.role} can't come when {slot.onload_at:.3g} of the samples have ended",
+                    f"{worker.name}: the {slot.kind} engine of {slot.role} can't be onloaded when {slot.onload_at:.3g} of the samples "
+                    "have ended",
                     now="It must be a trainer under a lease, in a worker of its own, that does not stay; the share is at most 1.",
                 )
 

@@ -314,7 +314,7 @@ def test_a_part_that_gives_hidden_states_of_another_shape_gives_zeros_and_is_an_
     output.sum().backward()
     assert part.weight.grad is not None
     assert not part.weight.grad.any()
-    said = r"rank 3 of this trainer: layers.7, forward pass: hidden states of \[1, 5, 3\], where \[1, 5, 4\] were to come"
+    said = r"rank 3 of this trainer: layers.7, forward pass: a part returned hidden states of shape \[1, 5, 3\], not \[1, 5, 4\]"
     with pytest.raises(EngineError, match=said):
         guard.check()
     guard.check()

@@ -58,7 +58,7 @@ def test_an_engine_that_can_not_be_laid_out_so_is_refused_with_those_that_can() 
 
 
 def test_an_engine_without_a_server_is_not_given_a_way_into_it() -> None:
-    with pytest.raises(PlanError, match=r"into_server: group.*'embedded' has no server"):
+    with pytest.raises(PlanError, match=r"into_server: group.*'embedded' does not load weights that way"):
         planned("embedded", WeightsSpec(into_server="group"))
     assert degrees(planned("sglang", WeightsSpec(into_server="group"))) == {(1, 1, 1)}
 
