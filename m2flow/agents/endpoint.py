@@ -243,7 +243,7 @@ class Generator:
             if self._is_closing:
                 raise BadRequest("the server is stopping", status=503)
             begun = {self._next_id + at: _Running(loop, changed, is_streamed) for at in range(len(seeds))}
-            requests = [Request(number, tuple(ids), seed, sampling) for number, seed in zip(begun, seeds, strict=True)]
+            requests = [Request(number, tuple(ids), seed, sampling, keeps_kv=True) for number, seed in zip(begun, seeds, strict=True)]
             self._new += zip(requests, begun.values(), strict=True)
             self._next_id += len(seeds)
             self._lock.notify()

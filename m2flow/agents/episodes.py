@@ -685,7 +685,7 @@ class Episodes:
         episode.occurrences[path] += 1
         drawn = dict(episode.start.bounds.drawn_by).get(asked.by, episode.start.request.sampling)
         sampling = _sampling_of(drawn, asked.max_new_tokens, asked.stop)
-        turn.request = request = Request(episode.id, tuple(context), seed, sampling)
+        turn.request = request = Request(episode.id, tuple(context), seed, sampling, keeps_kv=True)
         recorded = episode.recorded.get(asked.name)
         if recorded is not None and not recorded.is_used_up:
             found = recorded.take(asked, request)

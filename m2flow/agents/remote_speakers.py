@@ -223,7 +223,7 @@ class Guests:
         self._num_ids += 1
         own = -self._num_ids
         context = tuple(rows.ragged("context").row(row).tolist())
-        request = Request(own, context, record["seed"], _read_sampling(record["sampling"]), *prefix)
+        request = replace(Request(own, context, record["seed"], _read_sampling(record["sampling"]), *prefix), keeps_kv=True)
         try:
             self._engine_of(guest.role).add([request])
         except M2FlowError as error:

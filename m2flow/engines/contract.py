@@ -1,8 +1,7 @@
 """The contract of rollout, train and function engines, their capabilities as data, and what they report of themselves.
 
 An engine executes a role's calls inside one worker process. Constructors only assign; `start` loads, `stop` frees. The planner reads
-`Capabilities` and never asks for what an engine can't do. The suites in `m2flow.testing` prove an engine to be one; the built-in ones pass
-them too.
+`Capabilities` and never asks for what an engine can't do. The suites in `m2flow.testing` prove an engine to be one.
 
 `Memory` says what an engine holds of its device: weights, gradients, optimiser states, KV cache. It is counted from the tensors that exist,
 so what was offloaded does not count; what else a process takes are activations.
@@ -489,6 +488,8 @@ class Request:
     """Text of a prompt in token ids that a chat template made, passed through."""
     prefix_masks: tuple[int, ...] = ()
     """With `sampling.sampling_mask`: what the prefix was drawn from, as `m2flow.samples.packed_masks` has it."""
+    keeps_kv: bool = False
+    """Requests that begin with its tokens are to be expected: its KV is worth keeping where there is room."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,13 @@ import pytest
 from click.testing import CliRunner
 from fake_clusters import FAKES
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2
+from tiny_models import byte_tokenizer, save_config
 
 from m2flow import AdamW, Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
 from m2flow.cli.main import cli
 from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.macro.flow import Flow
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol.cost_terms import Costs, EpisodeCosts, EpisodeTurn, ToolCost
@@ -421,3 +423,37 @@ def test_opentelemetry_has_turns_and_tools_in_the_trace_of_their_sample() -> Non
     assert called.attributes is not None
     assert (turn.attributes["gen_ai.usage.output_tokens"], turn.attributes["gen_ai.usage.input_tokens"]) == (4, 9)
     assert (called.attributes["gen_ai.operation.name"], called.attributes["gen_ai.tool.name"]) == ("execute_tool", "look")
+
+
+_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}<turn>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+@agent
+async def forking(chat: Chat, row: Sample) -> float:
+    await chat.say(str(row.prompt), max_tokens=6)
+    fork = chat.fork()
+    await chat.say("and", max_tokens=6)
+    await fork.say("or", max_tokens=6)
+    return 1.0
+
+
+def test_the_embedded_engine_has_what_an_episode_has_read_cached_at_its_later_turns_and_in_its_forks(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path / "model", chat_template=_TEMPLATE)
+    path = save_config("Qwen2", tmp_path / "model", tokenizer=False, vocab_size=258, max_position_embeddings=256)
+    engine = EmbeddedRollout(Model(path, init="random", chat=True), EngineSettings())
+    engine.start()
+    seen: list[Mapping[str, object]] = []
+    with contextlib.closing(EventLoop()) as loop:
+        episodes = Episodes(engine, loop)
+        episodes.record = lambda packed, name, start_ns, end_ns, about: seen.append(about)
+        row = Batch(np.array([7], np.int64), {"prompt": Ragged.texts(["what is to be done about it?"])})
+        request = Request(SampleId(0, 0, 7).pack(), "", 1007, Sampling(200, ignore_eos=True))
+        episodes.begin([EpisodeStart(request, lambda: forking, next(row.rows()), Bounds(8, max_conversations=2))])
+        while not episodes.step():
+            pass
+    first, second, forked = seen
+    assert "num_cached" not in first
+    known = int(str(first["num_prompt_tokens"])) + int(str(first["num_tokens"])) - 1
+    assert second["num_cached"] == known, "all but the last token that the model said first"
+    assert forked["num_cached"] == known + 3, "that one, the end of the turn and the next one's role were read for the second"
+    assert episodes.occupancy().num_cached == 2 * known + 3

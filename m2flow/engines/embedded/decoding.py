@@ -3,7 +3,8 @@
     queue of Jobs --admit--> slots 0..B-1 --one token a step--> finished Jobs
 
 All bookkeeping of a step is array work over the B rows; Python touches a row only when it is added or removed. After a removal the last
-rows fill its place, so that the rows in use stay contiguous. Jobs with the same tokens are prefilled once.
+rows fill its place, so that the rows in use stay contiguous. Jobs with the same tokens are prefilled once. What a job begins with that
+another has read, which runs or left its KV behind (`Request.keeps_kv`), is copied, and only the rest prefilled (`PrefixCache`).
 
     logits [B, V], SamplingColumns, uniforms(seeds, positions) --draw--> tokens [B], logprobs [B]
 
@@ -27,8 +28,9 @@ depend on what the other rows contain.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+import bisect
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
@@ -37,7 +39,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2flow.engines.embedded.slot_model import SlotCache, SlotModel, rounded_rows
+from m2flow.engines.embedded.slot_model import Prefix, SlotCache, SlotModel, rounded_rows
 from m2flow.engines.models.requests import Job, forbidden_by
 from m2flow.errors import EngineError, OutOfMemory
 from m2flow.recipe import Sampling
@@ -268,6 +270,11 @@ class Decoder(Protocol):
         """Bytes that KV caches take."""
         ...
 
+    @property
+    def num_cached(self) -> int:
+        """Since its start: tokens of prompts and resumed prefixes whose KV was there already."""
+        ...
+
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         """Take jobs from the queue's front while there is room, add a token to each that runs, and return what finished."""
         ...
@@ -324,6 +331,114 @@ _ROW = np.dtype(
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Tokens whose KV is there."""
+
+    tokens: npt.NDArray[np.int32]
+    job: int
+    """That runs with them, or has left them."""
+    kv: Prefix | None = None
+    """None: the job runs, and has it in its slot."""
+    routed: npt.NDArray[Any] | None = None
+    """Of what is left of a job, the experts of its tokens, where routing is recorded."""
+
+
+@final
+class PrefixCache:
+    """Known tokens, by the longest beginning that others share with them.
+
+    In lexicographic order the sequence that shares most with another is next to it, so one bisection finds it. Memory of tokens that were
+    left is bounded by whom it belongs to (`limit`); those that were least recently used or added go first.
+    """
+
+    def __init__(self) -> None:
+        self._ordered: list[tuple[bytes, int]] = []
+        """Tokens, so written that bytes are ordered as they are, and the number of the entry."""
+        self._entries: dict[int, Known] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """The entries that were left, the most recently used last."""
+        self._running: dict[int, int] = {}
+        """Job -> its entry."""
+        self._next = 0
+        self.num_tokens = 0
+        """Of those that were left."""
+
+    def find(self, tokens: npt.NDArray[np.int32]) -> tuple[int, Known | None]:
+        """The most first tokens that are known, and where from. At least one is left to be read, since its logits are what is wanted."""
+        key = _in_order(tokens)
+        at = bisect.bisect(self._ordered, (key, self._next))
+        best, found = _LEAST_FOUND - 1, None
+        for _, number in self._ordered[max(at - 1, 0) : at + 1]:
+            known = self._entries[number]
+            common = min(_num_common(known.tokens, tokens), len(tokens) - 1)
+            if common > best:
+                best, found = common, number
+        if found is None:
+            return 0, None
+        if found in self._kept:
+            self._kept.move_to_end(found)
+        return best, self._entries[found]
+
+    def add(self, known: Known) -> None:
+        """Add tokens of a job that runs now, or that has left. These replace the part of them that is next to them."""
+        number, key = self._next, _in_order(known.tokens)
+        at = bisect.bisect(self._ordered, (key, number))
+        if known.kv is None:
+            self._running[known.job] = number
+        else:
+            if at and self._ordered[at - 1][1] in self._kept and key.startswith(self._ordered[at - 1][0]):
+                self._remove(self._ordered[at - 1][1])
+                at -= 1
+            self._kept[number] = None
+            self.num_tokens += len(known.tokens)
+        self._ordered.insert(at, (key, number))
+        self._entries[number] = known
+        self._next += 1
+
+    def end(self, job: int) -> None:
+        """A job does not run any longer."""
+        if job in self._running:
+            self._remove(self._running.pop(job))
+
+    def limit(self, num_tokens: int) -> None:
+        """Forget what was left until it is at most so many tokens."""
+        while self._kept and self.num_tokens > num_tokens:
+            self._remove(next(iter(self._kept)))
+
+    def clear(self) -> None:
+        self._ordered.clear()
+        self._entries.clear()
+        self._kept.clear()
+        self._running.clear()
+        self.num_tokens = 0
+
+    def _remove(self, number: int) -> None:
+        known = self._entries.pop(number)
+        del self._ordered[bisect.bisect_left(self._ordered, (_in_order(known.tokens), number))]
+        if number in self._kept:
+            del self._kept[number]
+            self.num_tokens -= len(known.tokens)
+
+
+_LEAST_FOUND = 16
+"""Tokens below which a pass behind a cache costs more than it saves."""
+_MOST_SEEN = 1 << 24
+"""Elements of the mask of a pass behind a cache, queries times keys of all its sequences: 16 MB, and 64 MB in float32."""
+
+
+def _in_order(tokens: npt.NDArray[np.int32]) -> bytes:
+    """Write tokens so that the bytes of two sequences have the order of their ids."""
+    return tokens.astype(">u4").tobytes()
+
+
+def _num_common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """Tokens that two sequences begin with alike."""
+    num = min(len(one), len(other))
+    differ = one[:num] != other[:num]
+    return int(differ.argmax()) if differ.any() else num
+
+
 @final
 class ContinuousDecoder:
     """Decode all running jobs together, whatever their lengths."""
@@ -345,6 +460,12 @@ class ContinuousDecoder:
         """By row: the experts of the tokens that were read, where routing is recorded."""
         self._masks: dict[int, Masks] = {}
         """By job, of those that record what their tokens are drawn from."""
+        self._prefixes = PrefixCache()
+        self._found: dict[int, Known] = {}
+        """By job that was taken from the queue and has no row yet: what it begins with, as far as its `num_cached` says."""
+        self._lacked_room = False
+        """Whether KV could not be kept since the cache was last resized."""
+        self.num_cached = 0
 
     @property
     def num_running(self) -> int:
@@ -361,7 +482,7 @@ class ContinuousDecoder:
 
     @property
     def kv_bytes(self) -> int:
-        return self._cache.num_bytes
+        return self._cache.num_bytes + self._prefixes.num_tokens * self._model.kv_bytes_per_token
 
     def progress(self) -> dict[int, int]:
         return dict(zip(self.running_ids(), self._rows["count"][: len(self._jobs)].tolist(), strict=True))
@@ -388,7 +509,7 @@ class ContinuousDecoder:
 
     def recover_from_oom(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
         num_tried = len(self._jobs) + len(self._coming)
-        if num_tried < 2:
+        if num_tried < 2 and not self._prefixes.num_tokens:
             raise OutOfMemory(
                 "out of memory with one sample alone; it does not fit", now="Lower max_new_tokens, or give the engine more memory."
             )
@@ -400,7 +521,7 @@ class ContinuousDecoder:
         self._model.drop_graphs()  # What they hold is room for what comes next, which is a prefill, and looks at none of them.
         self._rows, self._tokens, self._logprobs = self._rows[:0], self._tokens[:0, :0], self._logprobs[:0, :0]
         self._stops = self._stops[:0, :0]
-        self._max_running = num_tried // 2
+        self._max_running = max(num_tried // 2, 1)
         return num_tried, []
 
     def take(self, ids: Collection[int], version: int) -> list[Job]:
@@ -414,9 +535,14 @@ class ContinuousDecoder:
         return [self._job(row, version) for row, job in enumerate(self._jobs) if job.id in ids]
 
     def keep_caches(self, version: int) -> None:
+        self._prefixes.clear()
         self._jobs = [replace(self._job(row, version), has_old_cache=True) for row in range(len(self._jobs))]
 
     def shrink_kv_cache(self) -> None:
+        self._prefixes.limit(0)
+        self._shrink_slots()
+
+    def _shrink_slots(self) -> None:
         num_rows = len(self._jobs)
         if num_rows:
             self._cache.shrink_kv_cache(num_rows, int(self._rows["length"][:num_rows].max()) + 1)
@@ -425,29 +551,39 @@ class ContinuousDecoder:
 
     def release(self) -> None:
         assert not self._jobs
+        self._prefixes.clear()
+        self._found.clear()
         self._cache.clear()
 
     def _admissible(self, queue: deque[Job]) -> list[Job]:
+        """Take from the queue what fits, those first of which nothing is known."""
         admitted: list[Job] = []
         longest = max((job.reserved_length for job in self._jobs), default=0)
         sequences: set[bytes] = set()
-        num_padded = longest_new = 0
+        num_new, longest_new = [0, 0], [0, 0]  # Of passes from the start, and of those behind a cache.
         while queue and len(self._jobs) + len(admitted) < self._max_running:
             job = queue[0]
-            length = len(job.prompt) + len(job.tokens)
-            key = job.prompt.tobytes() + job.tokens.tobytes()
             longest = max(longest, -(-job.reserved_length // _LENGTH_STEP) * _LENGTH_STEP)
-            num_padded = (len(sequences) + (key not in sequences)) * max(longest_new, length)
             is_first = not self._jobs and not admitted
             # A job alone is always let in: what can't fit even then is the allocator's to say.
             if not is_first and longest * (len(self._jobs) + len(admitted) + 1) > self._budget_tokens:
                 break
+            tokens = np.concatenate([job.prompt, job.tokens])
+            key = tokens.tobytes()
+            num_known, known = self._prefixes.find(tokens)
+            kind, num_more = int(known is not None), int(key not in sequences)
+            longest_of_kind = max(longest_new[kind], len(tokens) - num_known)
+            num_padded = (num_new[kind] + num_more) * longest_of_kind + num_new[1 - kind] * longest_new[1 - kind]
             if admitted and num_padded > self._max_prefill_tokens:
                 break
             sequences.add(key)
-            longest_new = max(longest_new, length)
-            admitted.append(queue.popleft())
-        return admitted
+            num_new[kind] += num_more
+            longest_new[kind] = longest_of_kind
+            queue.popleft()
+            admitted.append(replace(job, num_cached=num_known))
+            if known is not None:
+                self._found[job.id] = known
+        return sorted(admitted, key=lambda job: job.num_cached > 0)
 
     def _make_room(self, admitted: list[Job]) -> None:
         if not admitted:
@@ -473,19 +609,15 @@ class ContinuousDecoder:
         slots, tokens = max(num_rows, self._cache.num_slots), max(length, self._cache.length)
         if (slots, tokens) != (self._cache.num_slots, self._cache.length) and slots * tokens > self._budget_tokens:
             self._cache.shrink_kv_cache(num_rows, length)
+        slots, tokens = max(num_rows, self._cache.num_slots), -(-max(length, self._cache.length) // _LENGTH_STEP) * _LENGTH_STEP
+        if (slots, tokens) != (self._cache.num_slots, self._cache.length):
+            self._lacked_room = False
+            self._prefixes.limit(self._budget_tokens - slots * tokens)
         self._cache.reserve(num_rows, length)
 
     def _prefill(self, admitted: list[Job]) -> torch.Tensor:
         first = len(self._jobs)
-        sequences: dict[bytes, int] = {}
-        unique: list[npt.NDArray[np.int32]] = []
-        sequence_of_slot = []
         for row, job in enumerate(admitted, first):
-            key = job.prompt.tobytes() + job.tokens.tobytes()
-            if key not in sequences:
-                sequences[key] = len(unique)
-                unique.append(np.concatenate([job.prompt, job.tokens]))
-            sequence_of_slot.append(sequences[key])
             count, s = len(job.tokens), job.sampling
             length = len(job.prompt) + count
             self._rows[row] = (job.seed, length, count, 0, s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_k, s.top_p, s.min_p)
@@ -497,12 +629,65 @@ class ContinuousDecoder:
             self._stops[row, : len(job.stop_ids)] = job.stop_ids
         self._jobs += admitted
         self._coming = []
-        self._reserve(len(self._jobs), max(len(sequence) for sequence in unique) + 1)
-        logits = self._model.prefill(self._cache, unique, first, sequence_of_slot)
+        self._reserve(len(self._jobs), max(len(job.prompt) + len(job.tokens) for job in admitted) + 1)
+        logits = [self._read(rows) for rows in self._passes(first)]
+        for row, job in enumerate(admitted, first):
+            self._prefixes.add(Known(self._tokens_read(row), job.id))
+            self.num_cached += job.num_cached
+        self._found.clear()
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _passes(self, first: int) -> Iterator[range]:
+        """The rows from `first` on as they are read together: those of which nothing is known, then others, as many as a mask allows."""
+        num_fresh = sum(not job.num_cached for job in self._jobs[first:])
+        if num_fresh:
+            yield range(first, first + num_fresh)
+        begin = at = first + num_fresh
+        longest = longest_new = 0
+        while at < len(self._jobs):
+            length = int(self._rows["length"][at])
+            longest, longest_new = max(longest, length), max(longest_new, length - self._jobs[at].num_cached)
+            if at > begin and (at + 1 - begin) * longest * longest_new > _MOST_SEEN:
+                yield range(begin, at)
+                begin, longest, longest_new = at, 0, 0
+                continue
+            at += 1
+        if at > begin:
+            yield range(begin, at)
+
+    def _read(self, rows: range) -> torch.Tensor:
+        """Read the tokens of new rows, all from their start or all behind what is known; the logits after each, [rows, V]."""
+        sequences: dict[bytes, int] = {}
+        unique: list[npt.NDArray[np.int32]] = []
+        starts: list[int] = []
+        sequence_of_slot = []
+        row_of = {job.id: row for row, job in enumerate(self._jobs)}
+        before: list[list[npt.NDArray[Any]]] = []
+        for row in rows:
+            job, tokens = self._jobs[row], self._tokens_read(row)
+            known = self._found.get(job.id)
+            before.append([])
+            if known is not None:
+                kv = self._cache.prefix(row_of[known.job], job.num_cached) if known.kv is None else known.kv
+                self._cache.write(row, kv, job.num_cached)
+                if self._model.records_routing:
+                    experts = np.concatenate(self._routed[row_of[known.job]]) if known.routed is None else known.routed
+                    before[-1].append(experts[: job.num_cached])
+            if (key := tokens.tobytes()) not in sequences:
+                sequences[key] = len(unique)
+                unique.append(tokens[job.num_cached :])
+                starts.append(job.num_cached)
+            sequence_of_slot.append(sequences[key])
+        logits = self._model.prefill(self._cache, unique, rows.start, sequence_of_slot, starts if max(starts) else None)
         if self._model.records_routing:
             by_sequence = np.split(self._model.routed(), np.cumsum([len(sequence) for sequence in unique])[:-1])
-            self._routed += [[by_sequence[sequence]] for sequence in sequence_of_slot]
+            self._routed += [[*known, by_sequence[sequence]] for known, sequence in zip(before, sequence_of_slot, strict=True)]
         return logits.index_select(0, torch.tensor(sequence_of_slot, device=logits.device))
+
+    def _tokens_read(self, row: int) -> npt.NDArray[np.int32]:
+        """The tokens in a row's slot."""
+        prompt = self._jobs[row].prompt
+        return np.concatenate([prompt, self._tokens[row, : self._rows["length"][row] - len(prompt)]])
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_rows = len(self._jobs)
@@ -541,8 +726,26 @@ class ContinuousDecoder:
                 is_stop[row] |= job.is_stopped_by(self._tokens[row, : rows["count"][row]])
         done = np.flatnonzero(is_stop | (rows["count"] >= rows["max_new"]))
         finished = [(self._job(row, version), Finish.STOP if is_stop[row] else Finish.LENGTH) for row in done.tolist()]
+        for row in done.tolist():
+            if self._jobs[row].keeps_kv and not self._jobs[row].has_old_cache:
+                self._keep(row)
         self._leave(done)
+        if self._lacked_room and not self._model.has_graphs and 2 * len(self._jobs) <= self._cache.num_slots:
+            self._lacked_room = False
+            self._shrink_slots()
         return finished
+
+    def _keep(self, row: int) -> None:
+        """Keep the KV of a row that leaves, as far as running ones leave room for it."""
+        tokens = self._tokens_read(row)
+        room = self._budget_tokens - self._cache.num_slots * self._cache.length - len(tokens)
+        self._lacked_room |= self._prefixes.num_tokens > room
+        if room < 0:
+            return
+        self._prefixes.limit(room)
+        kv = {layer: (key.clone(), value.clone()) for layer, (key, value) in self._cache.prefix(row, len(tokens)).items()}
+        routed = np.concatenate(self._routed[row]) if self._model.records_routing else None
+        self._prefixes.add(Known(tokens, self._jobs[row].id, kv, routed))
 
     def _job(self, row: int, version: int) -> Job:
         count = self._rows["count"][row]
@@ -556,6 +759,7 @@ class ContinuousDecoder:
         num_left = len(self._jobs) - len(gone)
         for row in gone.tolist():
             self._masks.pop(self._jobs[row].id, None)
+            self._prefixes.end(self._jobs[row].id)
         holes = gone[gone < num_left]
         if len(holes):
             movers = np.setdiff1d(np.arange(num_left, len(self._jobs)), gone)
@@ -600,6 +804,7 @@ class FixedRowsDecoder:
                 "a mixture of experts can't decode deterministically: the shapes in its experts depend on the other samples",
                 now="Run without --deterministic.",
             )
+        self.num_cached = 0
         self._model = model
         self._num_rows = num_rows
         self._max_batches = max(1, max_running // num_rows)

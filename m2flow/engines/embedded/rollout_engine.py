@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 class EmbeddedRollout(RolloutEngine):
-    """Generate with continuous batching; a prompt that several samples share is prefilled once."""
+    """Generate with continuous batching. What prompts share is prefilled once, and what an episode has read is kept between its turns."""
 
     name = "embedded"
     capabilities = built_in("embedded", "rollout")
@@ -194,7 +194,7 @@ class EmbeddedRollout(RolloutEngine):
 
     def occupancy(self) -> Occupancy:
         decoder = self._started()[2]
-        return Occupancy(decoder.num_running, len(self._queue), *decoder.kv_tokens, self._num_put_back)
+        return Occupancy(decoder.num_running, len(self._queue), *decoder.kv_tokens, self._num_put_back, decoder.num_cached)
 
     @property
     def num_unfinished(self) -> int:

@@ -52,6 +52,9 @@ ATTENTION_NAME = "m2flow_slots"
 
 _LENGTH_STEP = 64
 
+Prefix = Mapping[int, tuple[Tensor, Tensor]]
+"""Layer -> keys and values of the first tokens of a sequence, each [K, L, D]."""
+
 
 @final
 class SlotCache:
@@ -126,6 +129,18 @@ class SlotCache:
                     index = torch.tensor([targets, sources], device=cached.device)
                     used.index_copy_(0, index[0], used.index_select(0, index[1]))
 
+    def prefix(self, slot: int, length: int) -> Prefix:
+        """View the keys and values of a slot's first tokens."""
+        return {layer: (key[slot, :, :length], value[slot, :, :length]) for layer, (key, value) in self._layers.items()}
+
+    def write(self, slot: int, prefix: Prefix, length: int) -> None:
+        """Make the first `length` tokens of a prefix those of a slot."""
+        with torch.inference_mode():
+            for index, of_layer in prefix.items():
+                cached = self.layer(index, of_layer[0].transpose(0, 1), of_layer[1].transpose(0, 1))
+                for held, new in zip(cached, of_layer, strict=True):
+                    held[slot, :, :length] = new[:, :length]
+
     def _empty(self, like_TKD: Tensor) -> Tensor:
         # Zeros, because masked values are multiplied by 0, and what memory happens to hold may be NaN.
         return like_TKD.new_zeros(self.num_slots, like_TKD.shape[1], self.length, like_TKD.shape[2])
@@ -141,14 +156,27 @@ class SlotPass(Protocol):
 
 @final
 class PrefillPass:
-    """Prefill P packed prompts, each into one or more slots from `first_slot` on, in the order given."""
+    """Prefill P packed prompts, each into one or more slots from `first_slot` on, in the order given.
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int], first_slot: int, prompt_of_slot: Sequence[int], device: str):
+    Args:
+        starts: tokens of each prompt that its slots hold already, and that those given follow. None: there are none, and prompts are
+            attended to as they come; otherwise as they lie in the cache, with a mask.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        lengths: Sequence[int],
+        first_slot: int,
+        prompt_of_slot: Sequence[int],
+        device: str,
+        starts: Sequence[int] | None = None,
+    ) -> None:
         self._cache = cache
         self._num_prompts, self._longest = len(lengths), max(lengths)
         self._first, self._last = first_slot, first_slot + len(prompt_of_slot)
         self._device = device
-        self._masks: dict[Reach, Tensor] = {}
+        self._masks: dict[Reach | None, Tensor] = {}
         self._prompt_of_slot = torch.tensor(prompt_of_slot, device=device)
         ends = np.cumsum(lengths)
         column = np.arange(self._longest)
@@ -157,15 +185,20 @@ class PrefillPass:
         is_ragged = not bool(is_token_PL.all())
         self._pad = torch.from_numpy(packed_PL.reshape(-1)).to(device) if is_ragged else None
         self._unpad = torch.from_numpy(np.flatnonzero(is_token_PL)).to(device) if is_ragged else None
+        self._behind = None if starts is None else _Behind(cache, lengths, first_slot, prompt_of_slot, device, starts)
 
     def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scoring: Scoring) -> Tensor:
-        cached_key, cached_value = self._cache.layer(layer, key_TKD, value_TKD)
-        query, key, value = self._padded(query_THD), self._padded(key_TKD), self._padded(value_TKD)
-        for cached, new in ((cached_key, key), (cached_value, value)):
-            cached[self._first : self._last, :, : self._longest] = new.index_select(0, self._prompt_of_slot)
+        cached = self._cache.layer(layer, key_TKD, value_TKD)
+        query = self._padded(query_THD)
+        if self._behind is None:
+            key, value = self._padded(key_TKD), self._padded(value_TKD)
+            for held, new in zip(cached, (key, value), strict=True):
+                held[self._first : self._last, :, : self._longest] = new.index_select(0, self._prompt_of_slot)
+        else:
+            key, value = (self._behind.joined(held, new) for held, new in zip(cached, (key_TKD, value_TKD), strict=True))
         # Padding is on the right, where a causal query never looks.
         if scoring.is_plain:
-            visible = self._visible(scoring.reach_within(self._longest))
+            visible = self._visible(scoring.reach_within(key.shape[2]))
             seen = scaled_dot_product_attention(
                 query,
                 key,
@@ -176,21 +209,73 @@ class PrefillPass:
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         else:
-            seen = explicit_attention(query, key, value, self._visible(scoring.reach or Reach("window", self._longest)), scoring)
+            seen = explicit_attention(query, key, value, self._visible(scoring.reach or Reach("window", key.shape[2])), scoring)
         packed = seen.transpose(1, 2).reshape(self._num_prompts * self._longest, seen.shape[1], seen.shape[3])
         return packed if self._unpad is None else packed.index_select(0, self._unpad)
 
     def _visible(self, reach: Reach | None) -> Tensor | None:
-        """Which keys each query sees, bool [longest, longest]; None: all up to its own."""
-        if reach is None:
+        """Which keys each query sees, bool [longest, longest], or [P, 1, longest, L] behind a cache; None: all up to its own."""
+        if reach is None and self._behind is None:
             return None
         if reach not in self._masks:
-            self._masks[reach] = reach.visible(self._longest, self._device)
+            if self._behind is None:
+                assert reach is not None
+                self._masks[reach] = reach.visible(self._longest, self._device)
+            else:
+                self._masks[reach] = self._behind.visible(reach)
         return self._masks[reach]
 
     def _padded(self, packed_TXD: Tensor) -> Tensor:
         rows = packed_TXD if self._pad is None else packed_TXD.index_select(0, self._pad)
         return rows.view(self._num_prompts, self._longest, *rows.shape[1:]).transpose(1, 2)
+
+
+@final
+class _Behind:
+    """What a `PrefillPass` reads and writes whose tokens follow ones that are in the cache."""
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        lengths: Sequence[int],
+        first_slot: int,
+        prompt_of_slot: Sequence[int],
+        device: str,
+        starts: Sequence[int],
+    ) -> None:
+        self._cache = cache
+        self._device = device
+        self._seen = max(start + length for start, length in zip(starts, lengths, strict=True))
+        self._positions_PL = np.asarray(starts)[:, None] + np.arange(max(lengths))
+        ends = np.cumsum(lengths)
+        of_slot = [(prompt, np.arange(lengths[prompt])) for prompt in prompt_of_slot]
+        token = np.concatenate([ends[prompt] - lengths[prompt] + column for prompt, column in of_slot])
+        self._token = torch.from_numpy(token).to(device)
+        self._slots = np.repeat(np.arange(len(of_slot)) + first_slot, [len(column) for _, column in of_slot])
+        self._positions = np.concatenate([starts[prompt] + column for prompt, column in of_slot])
+        a_slot = {prompt: slot for slot, prompt in enumerate(prompt_of_slot, first_slot)}
+        self._slot_of_prompt = torch.tensor([a_slot[prompt] for prompt in range(len(lengths))], device=device)
+        self._index: dict[int, Tensor] = {}
+
+    def joined(self, cached: Tensor, new_TKD: Tensor) -> Tensor:
+        """Write keys or values behind those that slots hold, and return all of each prompt, [P, K, L, D]."""
+        new = new_TKD.index_select(0, self._token)
+        cached.view(-1, cached.shape[3]).index_copy_(0, self._flat_index(cached.shape[1]), new.reshape(-1, cached.shape[3]))
+        return cached[:, :, : self._seen].index_select(0, self._slot_of_prompt)
+
+    def visible(self, reach: Reach | None) -> Tensor:
+        """Which keys each query sees, bool [P, 1, longest, L]."""
+        positions, columns = self._positions_PL[:, :, None], np.arange(self._seen)
+        is_seen = columns <= positions
+        if reach is not None:
+            is_seen &= columns >= reach.first_seen(positions)
+        return torch.from_numpy(is_seen).to(self._device)[:, None]
+
+    def _flat_index(self, num_heads: int) -> Tensor:
+        if num_heads not in self._index:
+            head = (self._slots * num_heads)[:, None] + np.arange(num_heads)
+            self._index[num_heads] = torch.from_numpy((head * self._cache.length + self._positions[:, None]).reshape(-1)).to(self._device)
+        return self._index[num_heads]
 
 
 @final
@@ -693,13 +778,22 @@ class SlotModel:
         return compact_experts(np.full(shape, -1, np.int16), self._routers.num_experts)
 
     def prefill(
-        self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]], first_slot: int, sequence_of_slot: Sequence[int]
+        self,
+        cache: SlotCache,
+        sequences: Sequence[npt.NDArray[np.int32]],
+        first_slot: int,
+        sequence_of_slot: Sequence[int],
+        starts: Sequence[int] | None = None,
     ) -> Tensor:
-        """Prefill slots from `first_slot` on; returns the logits after each sequence, [P, V]."""
+        """Prefill slots from `first_slot` on; returns the logits after each sequence, [P, V].
+
+        Args:
+            starts: tokens before each sequence, which its slots hold already; None: there are none.
+        """
         lengths = [len(sequence) for sequence in sequences]
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        positions = np.concatenate([start + np.arange(length) for start, length in zip(starts or [0] * len(lengths), lengths, strict=True)])
         last = np.cumsum(lengths) - 1
-        into = PrefillPass(cache, lengths, first_slot, sequence_of_slot, self._device)
+        into = PrefillPass(cache, lengths, first_slot, sequence_of_slot, self._device, starts)
         return self._forward(np.concatenate(sequences).astype(np.int64), positions, into, torch.from_numpy(last).to(self._device))
 
     def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
@@ -844,6 +938,7 @@ class SlotModel:
                 raise EngineError("it calls an attention twice in a pass, and a slot has one place for its keys and values")
             module.set_attn_implementation(ATTENTION_NAME)
             probe.judge(self._read(cache, probe.sequences))
+            probe.judge(self._read(cache, probe.sequences, in_parts=True))
             num_layers = module.config.get_text_config().num_hidden_layers
             if cache.num_layers != num_layers:
                 raise EngineError(
@@ -852,12 +947,22 @@ class SlotModel:
                 )
         self.kv_bytes_per_token = cache.bytes_per_token
 
-    def _read(self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
-        """Logits after the last tokens of each sequence, [NUM_JUDGED, V]: all but the last tokens are prefilled together, these decoded."""
+    def _read(self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]], *, in_parts: bool = False) -> list[Tensor]:
+        """Logits after the last tokens of each sequence, [NUM_JUDGED, V]: all but the last tokens are prefilled together, these decoded.
+
+        Args:
+            in_parts: prefill the second half of each behind the first one.
+        """
         cache.reserve(len(sequences), max(map(len, sequences)))
         heads = np.array([len(sequence) - NUM_JUDGED + 1 for sequence in sequences], np.int64)
         prompts = [sequence[:head] for sequence, head in zip(sequences, heads.tolist(), strict=True)]
-        found = [self.prefill(cache, prompts, 0, range(len(prompts)))]
+        starts = [len(prompt) // 2 for prompt in prompts] if in_parts else None
+        if starts is not None and min(starts):
+            self.prefill(cache, [prompt[:start] for prompt, start in zip(prompts, starts, strict=True)], 0, range(len(prompts)))
+            prompts = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        else:
+            starts = None
+        found = [self.prefill(cache, prompts, 0, range(len(prompts)), starts)]
         for turn in range(NUM_JUDGED - 1):
             tokens = np.array([sequence[head + turn] for sequence, head in zip(sequences, heads.tolist(), strict=True)], np.int64)
             found.append(self.decode(cache, tokens, heads + turn))

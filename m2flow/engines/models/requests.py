@@ -228,6 +228,8 @@ class Job:
     """What each of its tokens was drawn from; None: nobody asks."""
     num_cached: int = 0
     """As `m2flow.engines.contract.Generated` has it."""
+    keeps_kv: bool = False
+    """As `m2flow.engines.contract.Request` has it."""
 
     @property
     def reserved_length(self) -> int:
@@ -311,6 +313,7 @@ def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: 
         prompt_text=prompt_text,
         constraint=Constraint.of(sampling, codec, vocab_size),
         masks=unpacked_masks(np.array(request.prefix_masks, np.int32), len(prefix)) if sampling.sampling_mask else None,
+        keeps_kv=request.keeps_kv,
     )
 
 
