@@ -35,13 +35,14 @@ import random
 import time
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, overload
 
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import FAMILIES, EpisodeFailed, Family, MessagesRefused, Outcome, Parser, Tool, ToolCall, parameters
+from m2flow.engines.contract import Generated
 from m2flow.errors import DatasetError, OptionError
 from m2flow.recipe import Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits
@@ -169,6 +170,8 @@ class Asked(NamedTuple):
     """The conversation that one which begins was forked from."""
     by: str = ""
     """Who speaks, of the rollout's `speakers`; empty: the policy."""
+    heard: Callable[[Sequence[int], str], None] | None = None
+    """Is called now and then with the tokens and the text so far, on the loop's thread. None: nobody listens."""
 
 
 class Known(NamedTuple):
@@ -184,6 +187,32 @@ Passed = Callable[[int, str, int, int, Mapping[str, object]], None]
 
 def not_recorded(*_: object) -> None:
     """Take what passed, and forget it."""
+
+
+_PIECE_S = 0.05
+"""Least time between two pieces of a turn that somebody hears while it is generated."""
+_SHARE = 10
+"""A piece comes at the earliest after so many times what the last one took."""
+
+
+@final
+class Pieces:
+    """Has those who listen hear how far the turns are that an engine works on."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def tell(
+        self, turns: Iterable[tuple[int, Asked]], snapshot: Callable[[Iterable[int]], list[Generated]], call: Callable[..., None]
+    ) -> None:
+        """Have the loop `call` the listeners of these turns of an engine, if it is time."""
+        if (began_s := time.monotonic()) < self._next_s:
+            return
+        listeners = {packed: asked.heard for packed, asked in turns if asked.heard is not None}
+        for made in snapshot(listeners) if listeners else ():
+            call(listeners[made.id], made.tokens.tolist(), made.text)
+        now_s = time.monotonic()
+        self._next_s = now_s + max(_PIECE_S, _SHARE * (now_s - began_s))
 
 
 class Link(Protocol):
@@ -316,6 +345,8 @@ class Chat:
         """Tokens after the first prompt, whoever they are of."""
         self.rng = random.Random(keyed_bits(table.seed, "rng", *(() if name == MAIN else (name,))))
         """Random numbers of this conversation, the same whenever it is repeated."""
+        self.on_text: Callable[[int, str], None] | None = None
+        """Is called while a turn is generated: with the number of tokens before it, and the beginning of its text that is sure by now."""
 
     def conversation(self, name: str, *, by: str = "", max_tokens: int | None = None, max_turns: int | None = None) -> Chat:
         """Make a further conversation of the episode, which begins empty.
@@ -545,7 +576,8 @@ class Chat:
         limit = room if max_tokens is None else min(room, max_tokens)
         parent = self._table.parents[self.name] if self._branches_off else ""
         said = conversation.prompt_text or (new if isinstance(new, str) else None)
-        asked = Asked(self.name, ids, begins, limit, stop, said if is_first else None, parent, self.by)
+        heard = None if self.on_text is None else self._heard(len(ids) + (0 if begins else len(self._context)), stop, self.on_text)
+        asked = Asked(self.name, ids, begins, limit, stop, said if is_first else None, parent, self.by, heard)
         began = time.monotonic_ns()
         try:
             reply = await self._link.turn(asked) if limit > 0 else None
@@ -569,6 +601,16 @@ class Chat:
         left = calls if self.num_turns < self._max_turns else ()
         context = len(self._context) - len(reply.tokens)
         return Turn(text, left, not is_whole, len(reply.tokens), conversation.raw, context, reply.tokens, reply.logprobs)
+
+    def _heard(self, context: int, stop: tuple[str, ...], on_text: Callable[[int, str], None]) -> Callable[[Sequence[int], str], None]:
+        """What hears of a turn: it holds back what may become a stop text, a tool call, or a whole character."""
+        held = max((len(text) for text in stop), default=1) - 1
+
+        def heard(tokens: Sequence[int], text: str) -> None:
+            if sure := self._conversation.surely_said(tokens, text[: len(text) - held].rstrip("\ufffd")):
+                on_text(context, sure)
+
+        return heard
 
     def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """How many tokens a conversation has that begins with this. Nothing is said.

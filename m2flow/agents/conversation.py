@@ -41,7 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
-from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, check_family, family_of, harmony_parts, parsed
+from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, before_calls, check_family, family_of, harmony_parts, parsed
 from m2flow.engines.contract import Language
 from m2flow.errors import DatasetError
 from m2flow.recipe import History
@@ -346,6 +346,12 @@ class Conversation:
         is_written_specially = (checked or has_channels) and self._language.decode(list(tokens)) != raw
         self.raw = raw if is_written_specially else text
         return said, checked
+
+    def surely_said(self, tokens: Sequence[int], text: str) -> str:
+        """The beginning of what `heard` will give as said, of a turn that is under way and has these tokens and this text."""
+        if self._form is None or not isinstance(self._form, str):
+            return text if self._form is None else ""
+        return before_calls(self._language.decode_all(list(tokens)), text, self._form)
 
     def _read(self, raw: str) -> tuple[str, list[ToolCall]]:
         if callable(self._form):

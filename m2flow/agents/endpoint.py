@@ -512,7 +512,7 @@ class ChatServer:
             async for event, data in pieces:
                 yield written(event, data)
         except BadRequest as error:  # The status has been sent.
-            yield written("error", {"type": "error", **_error(error)})
+            yield written("error", {"type": "error", **error_of(error)})
         finally:
             self.generator.drop([number for number, one in began.items() if one.done is None])
 
@@ -522,7 +522,7 @@ class ChatServer:
                 yield f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **piece})}\n\n"
             yield "data: [DONE]\n\n"
         except BadRequest as error:  # The status has been sent.
-            yield f"data: {json.dumps(_error(error))}\n\n"
+            yield f"data: {json.dumps(error_of(error))}\n\n"
         finally:
             self.generator.drop([number for number, one in began.items() if one.done is None])
 
@@ -579,7 +579,8 @@ def _usage(num_prompt: int, choices: Sequence[_Choice]) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": made, "total_tokens": num_prompt + made}
 
 
-def _error(error: BadRequest) -> dict[str, object]:
+def error_of(error: BadRequest) -> dict[str, object]:
+    """An error as OpenAI's API writes it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
@@ -587,7 +588,7 @@ def _error(error: BadRequest) -> dict[str, object]:
 async def refuse(request: HttpRequest, error: Exception) -> Response:
     """The answer to a request that raised `BadRequest`."""
     assert isinstance(error, BadRequest)
-    return JSONResponse(_error(error), error.status)
+    return JSONResponse(error_of(error), error.status)
 
 
 def serve_chat(engine: RolloutEngine, name: str, listener: socket.socket, *, key: str = "") -> None:

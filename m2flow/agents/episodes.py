@@ -6,12 +6,11 @@
                    engine.step ----- reply ------->  goes on
     a finished row             <---- end ----------  returns its reward
 
-An episode is one sample to all that knows samples: it is placed, preempted, resumed and reported as one, and its row has one reward. So
-all turns of an episode go to the engine that holds its prefix. While an agent waits for a tool, the engine decodes the others.
+An episode is one sample to all that knows samples: it is placed, preempted, resumed and reported as one, and its row has one reward. All
+its turns go to the engine that holds its prefix. While an agent waits for a tool, the engine decodes the others.
 
-All tokens are kept on the worker's side (`Transcript`); an agent learns only what the model said. Each turn's random numbers are keyed by
-its path: the sample's seed, a hash of all ids before it, and how often the episode has been just there. So they depend neither on time nor
-on what else runs, and a turn that is asked for again gives the same tokens.
+All tokens are kept on the worker's side (`Transcript`). Each turn's random numbers are keyed by its path: the sample's seed, a hash of all
+ids before it, and how often the episode has been just there. So a turn that is asked for again gives the same tokens, whatever else runs.
 
 Conversations. The tokens of each lie together in the row (`Strand`), in the order of their names, so nothing depends on which was first. Of
 one episode an engine has one turn at a time; those that are asked for meanwhile wait, and other episodes fill its batch.
@@ -21,8 +20,7 @@ Speakers. A turn of another role goes to that role's engine, in this process bes
 
 Repetition. A stopped episode's row has its tokens, and the record of its turns and tool calls (the column `episode`). It goes on from there
 anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
-midway continues from its tokens. A tool that has effects is noted before it begins, and its result before it enters the context, in what
-is written down (`take_urgent`, `written`).
+midway continues from its tokens. A tool with effects is noted before it begins, its result before it enters the context (`take_urgent`).
 
 Branches. An episode that goes on from a turn of another (`Transcript.before`) is repeated likewise up to there. What the model said in
 those turns is in its row as `Segment.SHARED`, like a tool's text: no loss sees it, and it is no token that this episode generated. One
@@ -49,7 +47,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Reply, Resources, Rewards, Table, not_recorded, reward_of
+from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
@@ -638,6 +636,7 @@ class Episodes:
         """Is called with each turn of this role's episodes before an engine is given it."""
         self.stepped = (0, 0)
         """When the engine was last asked to decode, in ns, and how many it had then."""
+        self._pieces = Pieces()
         self.record: Passed = not_recorded
         """Is called with each turn and tool call that has ended, on the loop's thread."""
 
@@ -865,6 +864,7 @@ class Episodes:
                 self._admitted(turn.episode, turn)
             self._answered(turn, made)
             self._go_on(turn.episode)
+        self._pieces.tell(((packed, turn.asked) for packed, turn in self._turns.items()), self._engine.snapshot, self._loop.call)
         for packed, error in self._engine.refused() if isinstance(self._engine, RemoteSpeaker) else ():
             self._refused(self._turns.pop(packed), error)
         self._ask()

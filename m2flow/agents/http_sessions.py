@@ -24,8 +24,8 @@ says `at_once=True`: then no conversation is the chat itself, and all are named 
 A client's retry (`x-stainless-retry-count`, which the SDKs of OpenAI and Anthropic send) gets the answer that is under way, or was given; a
 client that goes away leaves its turn to end. The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What
 would change the answer otherwise and can't be done is refused by name with status 400, and so are messages that the chat template
-refuses: the conversation is then as it was. A stream has the whole turn in one piece,
-when it has ended: agents hear of turns, not of tokens.
+refuses: the conversation is then as it was. A stream has the text as it is generated, a tool call when the turn has ended. What goes
+wrong before the first piece has a status, and later an event of its own.
 
 A failure of the episode (a time-out, too many turns) is an error to the client, and is raised again where the endpoint closes, whatever the
 agent made of it. Tools of such an agent are its own: they run again where an episode is repeated. Those that may not are under `@tool`.
@@ -46,7 +46,7 @@ import json
 import secrets
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
@@ -57,7 +57,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from m2flow.agents.chat import Chat, Turn
-from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, refuse, written
+from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, error_of, refuse, written
 from m2flow.agents.http_dialects import DIALECTS, MODEL, BadRequest, ChatCompletion, Speech, TurnRequest, is_json
 from m2flow.agents.tools import EpisodeFailed, MessagesRefused
 from m2flow.samples import Message
@@ -167,6 +167,63 @@ class _Line:
 
 
 @final
+class Answer:
+    """A turn that clients wait for."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Turn] | None = None
+        self.num_context = 0
+        """Tokens before it, where there is a text."""
+        self.text = ""
+        """So far."""
+        self._grown = asyncio.Event()
+
+    def begin(self, turn: Coroutine[Any, Any, Turn]) -> None:
+        self.task = asyncio.ensure_future(turn)
+        self.task.add_done_callback(lambda _: self._wake())
+
+    def hear(self, num_context: int, text: str) -> None:
+        """Take in how far the turn is."""
+        self.num_context, self.text = num_context, text
+        self._wake()
+
+    def _wake(self) -> None:
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    async def turn(self) -> Turn:
+        """Wait for its end. Raises `BadRequest`: the episode is over before that; and what ended it in place of the model."""
+        assert self.task is not None
+        try:
+            return await asyncio.shield(self.task)  # A client that goes away leaves the turn to end: its tokens are the episode's.
+        except asyncio.CancelledError:
+            if self.task.cancelled():
+                raise BadRequest("the episode is over", status=404) from None
+            raise
+
+    async def begun(self) -> None:
+        """Wait for the first piece of its text, or its end. Raises as `turn`."""
+        assert self.task is not None
+        while not self.text and not self.task.done():
+            await self._grown.wait()
+        if self.task.done():
+            self.num_context = (await self.turn()).num_context
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """The text, piece by piece, to the turn's end. Raises as `turn`."""
+        assert self.task is not None
+        sent, is_over = "", False
+        while not is_over:
+            grown, is_over = self._grown, self.task.done()
+            text = (await self.turn()).text if is_over else self.text
+            if len(text) > len(sent) and text.startswith(sent):
+                yield text[len(sent) :]
+                sent = text
+            elif not is_over:
+                await grown.wait()
+
+
+@final
 class Session:
     """The conversations of one episode's clients. Everything runs on the agents' event loop."""
 
@@ -174,34 +231,32 @@ class Session:
         self._chat = chat
         self._at_once = at_once
         self._lines: list[_Line] = []
-        self._answers: dict[str, asyncio.Task[Turn]] = {}
+        self._answers: dict[str, Answer] = {}
         """The last answer to each request, given or under way."""
         self._turns: set[asyncio.Task[Turn]] = set()
         """Those under way."""
         self._failure: BaseException | None = None
         self._is_over = False
 
-    async def answer(self, asked: TurnRequest, *, is_retry: bool) -> Turn:
-        """The model's turn after these messages.
+    def answer(self, asked: TurnRequest, *, is_retry: bool) -> Answer:
+        """The model's turn after these messages, which begins.
 
         Raises:
-            BadRequest: the episode is over, or the chat template refuses the messages. EpisodeFailed: it has failed.
+            BadRequest: the episode is over. EpisodeFailed: it has failed. The turn's end raises these too, and `BadRequest` where the chat
+                template refuses the messages.
         """
         if self._is_over:
             raise BadRequest("the episode is over", status=404)
         key = asked.fingerprint(asked.messages)
-        task = self._answers.get(key) if is_retry else None
-        if task is None:
+        answer = self._answers.get(key) if is_retry else None
+        if answer is None:
             self.raise_failure()
-            task = self._answers[key] = asyncio.ensure_future(self._turn(asked, self._line_of(asked)))
-            self._turns.add(task)
-            task.add_done_callback(self._turns.discard)
-        try:
-            return await asyncio.shield(task)  # A client that goes away leaves the turn to end: its tokens are the episode's.
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise BadRequest("the episode is over", status=404) from None
-            raise
+            answer = self._answers[key] = Answer()
+            answer.begin(self._turn(asked, self._line_of(asked), answer if asked.is_streamed else None))
+            assert answer.task is not None
+            self._turns.add(answer.task)
+            answer.task.add_done_callback(self._turns.discard)
+        return answer
 
     def _line_of(self, asked: TurnRequest) -> _Line:
         """The conversation that a request extends by the most, or a new one."""
@@ -221,7 +276,8 @@ class Session:
         self._lines.append(line)
         return line
 
-    async def _turn(self, asked: TurnRequest, line: _Line) -> Turn:
+    async def _turn(self, asked: TurnRequest, line: _Line, listener: Answer | None) -> Turn:
+        line.chat.on_text = None if listener is None else listener.hear
         new = [_named(message, asked.messages) for message in asked.messages[len(line.said) :]]
         limit = 0 if line.is_full else asked.max_tokens
         try:
@@ -235,7 +291,7 @@ class Session:
                 self._failure = self._failure or error
             raise
         finally:
-            line.is_busy = False
+            line.is_busy, line.chat.on_text = False, None
         may_call = asked.may_call and (asked.may_call_several or len(turn.calls) == 1)
         if turn.calls and not (may_call and all(not call.fault and is_json(call.arguments) for call in turn.calls)):
             turn = replace(turn, text=turn.raw, calls=())  # The client gets what the model wrote, and no half of it.
@@ -407,27 +463,40 @@ class _Server:
         if asked.json_schema is not None:
             raise BadRequest("a response_format or text.format of the type json_schema is not supported in training")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        try:
-            turn = await session.answer(asked, is_retry=is_retry)
-        except BadRequest:
-            raise
-        except EpisodeFailed as error:
-            raise BadRequest(f"the episode has failed: {error}", error.how) from None
-        except Exception as error:
-            raise BadRequest(f"the episode has failed: {type(error).__name__}: {error}", "raised") from None
-        spelled = session.spelled(turn) if asked.wants_logprobs else []
-        if not asked.is_streamed:
-            return JSONResponse(dialect.whole(turn, number, spelled))
-        ends_with_done = isinstance(dialect, ChatCompletion)
-
-        async def texts() -> AsyncIterator[str]:
-            if turn.text:
-                yield turn.text
+        with _refusing():
+            answer = session.answer(asked, is_retry=is_retry)
+            if not asked.is_streamed:
+                turn = await answer.turn()
+                return JSONResponse(dialect.whole(turn, number, session.spelled(turn) if asked.wants_logprobs else []))
+            await answer.begun()
+        is_chat = isinstance(dialect, ChatCompletion)
+        task = answer.task
+        assert task is not None
+        spelled = (lambda: session.spelled(task.result())) if asked.wants_logprobs else tuple[tuple[str, float]]
+        speech = Speech(answer.num_context, answer.pieces(), task.result, spelled)
 
         async def events() -> AsyncIterator[str]:
-            async for event, data in dialect.pieces(Speech(turn.num_context, texts(), lambda: turn, lambda: spelled), number):
-                yield written(event, data)
-            if ends_with_done:
+            try:
+                with _refusing():
+                    async for event, data in dialect.pieces(speech, number):
+                        yield written(event, data)
+            except BadRequest as error:  # The status has been sent.
+                yield written("", error_of(error)) if is_chat else written("error", {"type": "error", **error_of(error)})
+                return
+            if is_chat:
                 yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise what goes wrong in a turn as `BadRequest`."""
+    try:
+        yield
+    except BadRequest:
+        raise
+    except EpisodeFailed as error:
+        raise BadRequest(f"the episode has failed: {error}", error.how) from None
+    except Exception as error:
+        raise BadRequest(f"the episode has failed: {type(error).__name__}: {error}", "raised") from None

@@ -543,6 +543,35 @@ def parsed(text: str, family: Family, schemas: Schemas | None = None) -> tuple[s
     return _PARSERS[family](text)
 
 
+_OPENERS: Mapping[Family, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "glm45": ("<tool_call>",),
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": ("<｜tool▁call",),
+    "kimi_k2": ("<|tool_calls_section_begin|>",),
+    "phi4_mini": ("<|tool_call|>", "functools["),
+    "gemma": ("<start_function_call>", "<|tool_call>"),
+}
+"""What calls begin with. That harmony's text is one of several parts is known only when it has ended."""
+
+
+def before_calls(raw: str, text: str, family: Family) -> str:
+    """The beginning of a text, with special tokens and without, that `parsed` takes for what is said whatever follows.
+
+    >>> before_calls("Let me see. <tool", "Let me see. <tool", "hermes"), before_calls("<|python_tag|>f", "f", "llama3")
+    ('Let me see.', '')
+    """
+    openers = _OPENERS.get(family, ("",))
+    if raw[:1].isspace() or (family == "llama3" and raw[:1] in ("{", "[")):
+        return ""
+    ends = [raw.find(opener) for opener in openers if opener in raw]
+    ends += [len(raw) - num for opener in openers for num in range(1, len(opener)) if raw.endswith(opener[:num])]
+    sure = raw[: min(ends, default=len(raw))].rstrip()
+    return text[: next((at for at, pair in enumerate(zip(sure, text, strict=False)) if pair[0] != pair[1]), min(len(sure), len(text)))]
+
+
 def harmony_parts(text: str) -> tuple[str, str, list[tuple[str, str]]]:
     """Split what a model of the family `harmony` wrote into what it thought, what it said, and its calls: to whom, and what.
 

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from played_episodes import SPEC, host, played, row_of, start_of, stopped_row, whole
+from played_episodes import SPEC, begun, host, played, row_of, start_of, stopped_row, whole
 from scripted_model import CALL, Script, chat_of
 from tiny_models import byte_tokenizer
 
@@ -175,6 +176,140 @@ def test_a_stream_says_what_a_whole_answer_says_and_a_client_that_breaks_off_lea
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert chunks[-1]["usage"]["completion_tokens"] > 0
     assert len(script.asked) == 2
+
+
+class Slow(Script):
+    """Says its text one token after the other, each when it is told to go on or has waited; a listener hears of all tokens so far."""
+
+    def __init__(self, language: Language, texts: Sequence[str], *, fails_at: int = -1, waits_s: float = 30.0) -> None:
+        super().__init__(language, texts)
+        self.go_on, self.fails_at, self.waits_s = asyncio.Semaphore(0), fails_at, waits_s
+        self.said: list[int] = []
+
+    async def turn(self, asked: Asked) -> Reply:
+        reply = await super().turn(asked)
+        self.said = []
+        for at, token in enumerate(reply.tokens):
+            self.said.append(token)
+            if asked.heard is not None:
+                asked.heard(self.said, self.language.decode(self.said))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.go_on.acquire(), self.waits_s)
+            if at == self.fails_at:
+                raise EpisodeFailed("turn_timed_out", "a turn took longer than 1 s")
+        return reply
+
+
+STREAMS = {
+    "chat/completions": ("messages", lambda event: event.get("choices", [{}])[0].get("delta", {}).get("content") or ""),
+    "responses": ("input", lambda event: event["delta"] if event["type"] == "response.output_text.delta" else ""),
+    "messages": ("messages", lambda event: event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""),
+}
+
+
+async def streamed(client: httpx.AsyncClient, path: str, script: Slow, **more: object) -> tuple[list[str], list[dict[str, Any]]]:
+    """The pieces of text, each of which had to be there before the script said more; and all events."""
+    name, text_of = STREAMS[path]
+    pieces, events = list[str](), list[dict[str, Any]]()
+    body = {"model": "m", name: [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 200, **more}
+    if path == "responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    async with client.stream("POST", f"/{path}", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+                if "error" not in events[-1] and (text := text_of(events[-1])):
+                    assert script.language.decode(script.said).startswith("".join([*pieces, text]))
+                    pieces.append(text)
+            script.go_on.release()
+    return pieces, events
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_has_the_text_as_it_is_generated_and_in_all_the_text_of_the_turn(path: str, language: Language) -> None:
+    script = Slow(language, ["The answer, which is long, is 3."])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> tuple[list[str], list[dict[str, Any]]]:
+        return await streamed(client, path, script)
+
+    pieces, events = served(chat_of(script), work)
+    assert "".join(pieces) == "The answer, which is long, is 3."
+    assert len(pieces) > 3
+    if path == "messages":
+        assert events[0]["message"]["usage"]["input_tokens"] == len(script.asked[0].ids)
+
+
+def test_a_stream_holds_back_what_may_be_a_tool_call_or_a_stop_text(language: Language) -> None:
+    def heard(says: str, **more: object) -> tuple[list[str], list[dict[str, Any]]]:
+        script = Slow(language, [says], waits_s=0.1)
+        return served(chat_of(script), lambda server, client: streamed(client, "chat/completions", script, **more))  # type: ignore[no-any-return]
+
+    said, events = heard("Let me see. " + CALL, tools=[ADD])
+    assert "".join(said) == "Let me see."
+    assert len(said) > 1
+    (call,) = [call for one in events for choice in one["choices"] for call in choice["delta"].get("tool_calls", ())]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    text, _ = heard("one two four five six seven", stop=["two three"])
+    assert "".join(text) == "one two four five six seven"
+    assert len(text) > 1
+    assert len(text[-1]) >= len("two thre"), "what may become the stop text comes when it can't any more"
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_turn_that_fails_in_a_stream_has_a_status_before_its_first_piece_and_an_event_after_it(path: str, language: Language) -> None:
+    async def run(fails_at: int) -> tuple[list[str], list[dict[str, Any]]]:
+        found: list[Any] = []
+        script = Slow(language, ["The answer is 3."], fails_at=fails_at)
+        with pytest.raises(EpisodeFailed, match="took longer"):
+            async with endpoint(chat_of(script)) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+                found.append(await streamed(client, path, script))
+        return found[0]  # type: ignore[no-any-return]
+
+    pieces, events = asyncio.run(run(4))
+    assert "".join(pieces)
+    assert "The answer is 3.".startswith("".join(pieces))
+    assert events[-1]["error"]["code"] == "turn_timed_out"
+
+    async def at_once() -> int:
+        script = Slow(language, ["x"])
+        name, _ = STREAMS[path]
+        async with endpoint(chat_of(script, max_turns=0)) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            answer = await client.post(f"/{path}", json={"model": "m", name: ASKS[1:], "stream": True, "max_tokens": 5})
+            return answer.status_code
+
+    with pytest.raises(EpisodeFailed, match="has had its 0 turns"):
+        asyncio.run(at_once())
+
+
+def test_an_engine_lets_those_who_listen_hear_its_text_while_it_generates(loop: EventLoop) -> None:
+    heard: list[tuple[int, str]] = []
+    gate = threading.Event()
+
+    @agent
+    async def listens(chat: Chat, row: Sample) -> float:
+        chat.on_text = lambda context, text: (heard.append((context, text)), gate.set())  # type: ignore[assignment,return-value,func-returns-value]
+        turn = await chat.say(str(row.prompt), max_tokens=6)
+        chat.on_text = None
+        before = len(heard)
+        await chat.say("again", max_tokens=6)
+        assert len(heard) == before
+        return float(turn.text.startswith(heard[-1][1]) and heard[-1][0] == turn.num_context)
+
+    episodes = host(loop)
+    step = episodes._engine.step
+
+    def slowly() -> Any:
+        # Its second token waits until somebody has heard the first.
+        if any(episodes._engine.progress().values()) and not gate.is_set():
+            return []
+        return step()
+
+    episodes._engine.step = slowly  # type: ignore[method-assign]
+    episodes.begin([begun(3, listens)])
+    (made,) = played(episodes).values()
+    assert made.columns["reward"] == 1.0
+    assert heard
 
 
 def test_log_probabilities_are_those_of_the_tokens_that_were_sampled_whole_and_in_a_stream(language: Language) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tiny_models import byte_tokenizer
 
 from m2flow.agents.conversation import Conversation, rewrites
-from m2flow.agents.tools import ToolCall, check_family, family_of, parsed
+from m2flow.agents.tools import ToolCall, before_calls, check_family, family_of, parsed
 from m2flow.cli.main import cli
 from m2flow.engines.models.model_files import TextCodec
 from m2flow.errors import DatasetError
@@ -453,6 +453,18 @@ def test_a_parser_of_ones_own_reads_calls_and_the_template_still_gets_them(tmp_p
     heard(codec, conversation, "gpt-oss", 0)
     bridge = codec.decode_all(conversation.followed([{"role": "tool", "content": "1"}]))
     assert bridge == '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"1"<|end|><|start|>assistant'
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("before", ["", "Let me see. ", "1 < 2, so [a] {b}\n\n", " I"])
+def test_what_is_sure_before_a_turn_has_ended_is_the_beginning_of_what_it_says(name: str, before: str) -> None:
+    family: Any = MODELS[name].family
+    for raw in (before + MODELS[name].turns[0].removeprefix(THOUGHT), before + "That is all.", *MODELS[name].turns):
+        said, calls = parsed(raw, family)
+        for end in range(len(raw) + 1):
+            assert (said if calls else raw).startswith(before_calls(raw[:end], raw[:end], family))
+    plain = before + "That is all."
+    assert before_calls(plain, plain, family) == ("" if family == "harmony" or before == " I" else plain)
 
 
 @pytest.mark.parametrize(
