@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from m2flow.observe.spans import OF_EPISODES, Attribute, Count, Span, SpanName, sample_of, samples_of, shown_name
+from m2flow.observe.spans import IDLE, OF_EPISODES, Attribute, Count, Span, SpanName, sample_of, samples_of, shown_name
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric, MetricsData
@@ -177,6 +177,7 @@ _METRICS = {
     "tokens/s": ("m2flow.tokens_per_s", "{token}/s", False),
     "kv tokens": ("m2flow.kv_tokens", "{token}", False),
     "kv capacity": ("m2flow.kv_capacity", "{token}", False),
+    IDLE: ("m2flow.idle_time", "s", True),
     "running": ("m2flow.running", "{sample}", False),
     "waiting": ("m2flow.waiting", "{sample}", False),
 }
@@ -369,6 +370,8 @@ def point_of(count: Count) -> Point:
 
     >>> point_of(Count("rollout-0", "running, policy", 12.0, 5))[:5]
     ('rollout-0', 'm2flow.running', '{sample}', False, {'m2flow.role': 'policy'})
+    >>> point_of(Count("rollout-0", "idle seconds, tool", 2.5, 5))[1:5]
+    ('m2flow.idle_time', 's', True, {'m2flow.cause': 'tool'})
     >>> point_of(Count("rollout-0", "channel to train-0: bytes", 12.0, 5))[:4]
     ('rollout-0', 'm2flow.channel.sent_bytes', 'By', True)
     """
@@ -380,7 +383,8 @@ def point_of(count: Count) -> Point:
         return Point(worker, f"m2flow.channel.{_slug(what)}", unit, grows, {"m2flow.peer": peer}, count.value, count.at_ns)
     name, _, role = count.name.partition(", ")
     metric = _METRICS.get(name, (f"m2flow.{_slug(name)}", "1", False))
-    return Point(worker, *metric, {"m2flow.role": role} if role else {}, count.value, count.at_ns)
+    of = "m2flow.cause" if name == IDLE else "m2flow.role"
+    return Point(worker, *metric, {of: role} if role else {}, count.value, count.at_ns)
 
 
 def points_of_step(step: int, at_ns: int, values: Mapping[str, float]) -> Iterator[Point]:

@@ -47,7 +47,10 @@ Counters, by worker:
     put back for want of memory, ROLE
                  times that a running sample was preempted
     tokens found in the cache, ROLE
-                 of SGLang
+                 so far, where the engine says so
+    idle seconds, CAUSE
+                 so far: `tool`, in which a rollout engine's episodes all waited for tools or agents; `speakers`, for speakers elsewhere;
+                 `rows`, in which the worker's next task waited for its rows; `task`, in which it had none
     generated tokens, tokens/s
     loss, ROLE   of a trainer: of each optimiser step
     tokens shared in training
@@ -138,6 +141,8 @@ class SpanName(enum.StrEnum):
     """A call of a tool in an episode. Not work of a device."""
 
 
+IDLE = "idle seconds"
+"""Counter of the time in which a worker waited, by cause."""
 FOR_AGENTS = "for agents and tools"
 FOR_SPEAKERS = "for speakers elsewhere"
 """Labels of `wait` spans in which a rollout engine has nothing to decode, since its episodes wait for others."""
@@ -329,6 +334,8 @@ class Recorder:
         self.anchor_ns = unix_anchor_ns()
         self._spans: list[tuple[str, int, int, dict[str, Any]]] = []
         self._counts: list[tuple[str, float, int]] = []
+        self._idle_s: dict[str, float] = {}
+        """By cause."""
 
     def __len__(self) -> int:
         """Spans and counts not yet drained."""
@@ -341,6 +348,12 @@ class Recorder:
     def span(self, name: str, **attributes: object) -> OpenSpan:
         """Record the body of a `with`. If the body raises, the span has `error`, the exception's name, and the exception goes on."""
         return OpenSpan(self, name, attributes)
+
+    def waited(self, cause: str, start_ns: int, end_ns: int, **attributes: object) -> None:
+        """Record a `wait` span, and the seconds of this cause so far."""
+        self.add(SpanName.WAIT, start_ns, end_ns, **attributes)
+        self._idle_s[cause] = self._idle_s.get(cause, 0.0) + (end_ns - start_ns) / 1e9
+        self.count(f"{IDLE}, {cause}", round(self._idle_s[cause], 6), end_ns)
 
     def count(self, name: str, value: float, at_ns: int | None = None) -> None:
         """Record a counter's new value."""

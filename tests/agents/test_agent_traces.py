@@ -31,7 +31,7 @@ from m2flow.micro.protocol.cost_terms import Costs, EpisodeCosts, EpisodeTurn, T
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.observe.otel import OtelSpans
 from m2flow.observe.perfetto import write_trace
-from m2flow.observe.spans import Span
+from m2flow.observe.spans import FOR_AGENTS, Span
 from m2flow.observe.store import read_spans
 from m2flow.planner.planning import UNKNOWN_TOOLS
 from m2flow.planner.profiles import read_profile
@@ -372,6 +372,17 @@ def test_a_simulated_episode_leaves_the_batch_for_what_its_agent_waits_for(run_d
     assert [run.stays[1][0] - run.stays[0][1] for run in stays(factor=0.0)] == pytest.approx([5.5] * len(runs))
     gaps = sorted(run.stays[1][0] - run.stays[0][1] for run in stays(slots=1, shares_slots=False))
     assert gaps[-1] > 3.0 * len(runs), "one call of it at a time"
+
+
+def test_a_counter_has_the_time_in_which_all_episodes_waited_for_tools(run_dir: Path) -> None:
+    trace = RunTrace(run_dir)
+    trace.refresh()
+    counted = {name: counter.values for (_, name), counter in trace.columns.counters.items() if name.startswith("idle seconds, ")}
+    waits = [span.duration_s for span in read_spans(run_dir) if span.name == "wait" and span.attributes["label"] == FOR_AGENTS]
+    assert counted["idle seconds, tool"][-1] == pytest.approx(sum(waits), abs=1e-4)
+    assert counted["idle seconds, tool"][-1] > 0.8 * WAIT_S * 5
+    assert sorted(counted["idle seconds, tool"]) == list(counted["idle seconds, tool"])
+    assert "idle seconds, task" in counted
 
 
 def test_what_a_repeated_episode_has_on_record_is_no_turn_and_what_an_engine_had_cached_is_said() -> None:

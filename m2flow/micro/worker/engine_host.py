@@ -507,7 +507,8 @@ class EngineHost:
                 is_away = any(speaker.num_unfinished for speaker in self._elsewhere.values())
                 self._tool_wait_ns, self._waits_for = at_ns, FOR_SPEAKERS if is_away else FOR_AGENTS
         elif self._tool_wait_ns:
-            self._recorder.add(SpanName.WAIT, self._tool_wait_ns, at_ns, label=self._waits_for)
+            cause = "tool" if self._waits_for == FOR_AGENTS else "speakers"
+            self._recorder.waited(cause, self._tool_wait_ns, at_ns, label=self._waits_for)
             self._tool_wait_ns = 0
 
     def abort(self, call: int) -> dict[int, int]:

@@ -253,9 +253,9 @@ class IdleSpans:
         if at_ns - since_ns < _SHORTEST_NS:
             return
         if call is None:
-            self._recorder.add(SpanName.WAIT, since_ns, at_ns, label="for a task")
+            self._recorder.waited("task", since_ns, at_ns, label="for a task")
         else:
-            self._recorder.add(SpanName.WAIT, since_ns, at_ns, call=call.ordinal, label=call.name)
+            self._recorder.waited("rows", since_ns, at_ns, call=call.ordinal, label=call.name)
 
 
 @final

@@ -212,7 +212,12 @@ def test_waits_are_between_two_pieces_of_work_and_say_for_what() -> None:
     idling.waits(None)
     time.sleep(0.002)
     idling.works()
-    first, second = spans_of(recorder.drain())
+    block = recorder.drain()
+    first, second = spans_of(block)
+    assert [(name, value) for name, value, _ in block.counts] == [
+        ("idle seconds, rows", pytest.approx(first.duration_s, abs=1e-6)),
+        ("idle seconds, task", pytest.approx(second.duration_s, abs=1e-6)),
+    ]
     assert (first.name, first.attributes["call"], first.attributes["label"]) == ("wait", 3, call.name)
     assert second.attributes == {"label": "for a task"}
     assert first.end_ns <= second.start_ns
