@@ -28,6 +28,7 @@ from adapted_trainers import (
 from faulty import Fault, check_each_fault_is_an_error_on_all_and_all_go_on
 from followed import followed
 from safetensors.numpy import load_file
+from sent_weights import check_what_ranks_send_arrives_exactly
 from tiny_models import DENSE, VOCABULARY, dense_config, random_model, write_model
 from trainer_layouts import (
     STEP,
@@ -188,6 +189,16 @@ def test_weights_are_those_of_the_checkpoint_that_was_loaded(name: str, follower
 
 GROUPED = AdamW(lr=1e-3, eps=1e-3, groups=(WeightGroup("*embed_tokens*", lr_scale=0.5), WeightGroup("model.norm*", weight_decay=0.1)))
 """Each of its groups is of one stage alone."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "options"), [(2, {"pp": 2}), (4, {"pp": 2}), (4, {"pp": 2, "tp": 2})], ids=str)
+def test_weights_of_stages_arrive_in_a_rollout_engine_as_the_trainer_exports_them(
+    num_ranks: int, options: dict[str, Any], model: Model, tmp_path: Path
+) -> None:
+    with followed(num_ranks - 1) as others:
+        engine = Mirrored(FsdpTrain, model, EngineSettings(options=options), others)
+        check_what_ranks_send_arrives_exactly(model, engine, samples(VOCABULARY), train, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from megatron_models import small, with_head
 from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, SteppedOnHost, WritesAsMegatron, WritesEachLayer
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch_file
+from sent_weights import check_what_ranks_send_arrives_exactly
 from transformers import AutoModelForTokenClassification
 
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
@@ -576,6 +577,23 @@ def test_weights_are_those_of_the_checkpoint_bit_by_bit(name: str, followers: Fo
     with started(spread(model, {"pp": 2}, followers)) as engine:
         engine.load(str(tmp_path / "saved"))
         assert train(engine, batch_of(model))["grad_norm"] == pytest.approx(next_one, rel=0.05)
+
+
+SENT: dict[int, list[tuple[str, Layout]]] = {
+    1: [],
+    2: [("qwen3_moe", {"ep": 2})],
+    4: [("qwen2", {"tp": 2, "pp": 2}), ("mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
+}
+
+
+@pytest.mark.parametrize(("name", "layout"), SENT[RANKS], ids=[f"{name}-{layout}" for name, layout in SENT[RANKS]])
+def test_weights_arrive_in_a_rollout_engine_as_the_trainer_exports_them(
+    name: str, layout: Layout, followers: Followers, tmp_path: Path
+) -> None:
+    model = small(name, tmp_path / "model")
+    engine = spread(model, layout, followers)
+    assert isinstance(engine, Mirrored)
+    check_what_ranks_send_arrives_exactly(model, engine, batch_of(model), train, tmp_path)
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")

@@ -75,8 +75,9 @@ def test_numbers_of_every_layout_are_those_of_the_embedded_trainer(num_ranks: in
 
 @NEEDS_MEGATRON
 @pytest.mark.slow
-def test_runs_learn_as_with_the_embedded_trainer() -> None:
-    inside("runs.py", 4, {"tp": 2, "pp": 2})
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, {"tp": 2, "pp": 2}), (2, {"ep": 2})], ids=str)
+def test_runs_learn_as_with_the_embedded_trainer(num_ranks: int, layout: dict[str, object]) -> None:
+    inside("runs.py", num_ranks, layout)
 
 
 @pytest.mark.parametrize("name", megatron_models.CONFIGS)
