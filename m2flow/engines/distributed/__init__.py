@@ -27,10 +27,21 @@ COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce
 """A layer's weights split by output, by input; and weights that are whole on every rank, whose gradients are parts of a sum."""
 _LATENT = {"q_proj": COLWISE, "q_b_proj": COLWISE, "kv_b_proj": COLWISE, "o_proj": ROWWISE}
 """How attention over latent vectors is split by heads, which the plan of `deepseek_v3` does not say."""
+COLLECTIVE_TIMEOUT = "collective_timeout_s"
+"""The option of trainers of several ranks that says how long they wait for each other."""
+
+
+def timeout_s_of(options: Mapping[str, object]) -> float:
+    """How many seconds ranks wait in a collective. Raises EngineError: the option is no such number."""
+    given = options.get(COLLECTIVE_TIMEOUT, 600.0)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise EngineError(f"the option {COLLECTIVE_TIMEOUT} of the train engine is {given!r}", now="Write a number of seconds, above 0.")
+    return float(given)
 
 
 def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> None:
     """Check what can be known of stages and experts before a run. Raises `EngineError`, or `ModelError` for a model that is not there."""
+    timeout_s_of(options)
     if options.get("pp", 1) == 1 and options.get("vpp", 1) != 1:
         raise EngineError(
             f"the option vpp of the train engine 'fsdp' is {options['vpp']!r}, without pp", now="Write pp too, or leave vpp out."

@@ -95,10 +95,10 @@ from m2flow.engines.contract import (
     WeightForm,
     blended,
 )
-from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, model_parallel, sequence_parallel
+from m2flow.engines.distributed import COLLECTIVE_TIMEOUT, STACKED, STAGED, check_fsdp, model_parallel, sequence_parallel
 from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
 from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
-from m2flow.engines.distributed.ranks import Box, RankedTrain, Root, stopping_if_it_fails
+from m2flow.engines.distributed.ranks import MEANING, Box, RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
@@ -126,6 +126,7 @@ OPTIONS = {
     "multiple of them.",
     "spread_checkpoints": "Every rank writes its part of a checkpoint (`m2flow_parts/`, of PyTorch's distributed checkpoints), which every "
     "trainer loads and `m2flow export` merges; by default false. Policies with adapters are saved whole.",
+    COLLECTIVE_TIMEOUT: MEANING,
 }
 """The options of `train: {engine: fsdp}`, each with its meaning."""
 
@@ -190,6 +191,7 @@ class FsdpTrain(RankedTrain):
         if recomputes:
             for layer in _layers(self._model):
                 layer.forward = functools.wraps(layer.forward, updated=())(Recomputed(layer.forward, self._remember_routing))
+        self._ranks.course.follow(self._model, set(_layers(self._model)))
 
     def _remember_routing(self) -> Callable[[], AbstractContextManager[None]]:
         return contextlib.nullcontext if self._routers is None else self._routers.remember()

@@ -6,15 +6,21 @@ A part computes in a graph of its own (`GuardedPart`), without collectives. Wher
 experts, sums over tensor ranks), what fails between its parts is answered with zeros too, and the exchanges that are still to come
 are made with rows that count nothing.
 
-Ranks that wait for each other between passes alone need none of this: a pass that raises ends there, and `Course` says where it was.
+Ranks that wait for each other between passes alone need none of this: a pass that raises ends there, and `Course` says where it was. It
+says the same of a rank that hangs, whichever the trainer (`m2flow.engines.distributed.ranks.Watch`).
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import re
+import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,22 +39,59 @@ def failed(rank: int, part: str, way: str, error: Exception) -> M2FlowError:
     return type(error)(f"{call}: {error.what}", now=error.now) if isinstance(error, M2FlowError) else unexpected(call, error)
 
 
+class Place(NamedTuple):
+    """Where a rank is in a call of its engine, and for how long."""
+
+    work: str
+    """The call, the pass or what else it has come to, and the layer that it went into last."""
+    at: str
+    """Python's function there, and its line."""
+    for_s: float
+    waits: bool
+    """Whether it waits in a collective."""
+
+
+_COLLECTIVES = (
+    "/torch/distributed/",
+    "/megatron/core/pipeline_parallel/p2p_communication.py",
+    "/megatron/core/distributed/param_and_grad_buffer.py",
+    "/m2flow/engines/distributed/ranks.py",
+)
+"""Files with functions that wait for other ranks, in sends and receives too."""
+_BETWEEN = ("/torch/_ops.py", "/torch/autograd/function.py", "/torch/utils/_contextlib.py")
+"""Files of functions through which collectives are called, and which compute nothing."""
+_BROKEN = re.compile(r"gloo.*(timed out|closed by peer|reset by peer)|wait timeout|collective operation timeout", re.IGNORECASE | re.DOTALL)
+
+
+def is_of_a_collective(error: BaseException | None) -> bool:
+    """Whether a rank waited in a collective in vain: nothing more can be told to the others."""
+    while error is not None and not _BROKEN.search(str(error)):
+        error = error.__cause__
+    return error is not None
+
+
 class Course:
-    """Where a pass is in a model: the layer that it went into last, forward or backward."""
+    """Where a rank is in a call of its engine: the pass, and the layer that it went into last, as hooks of layers note it."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._part = rank, "the model"
+        self._rank, self._work, self._part = rank, "", "the model"
+        self._call, self._thread, self._since_s = "", 0, 0.0
 
     def follow(self, model: torch.nn.Module, layers: Collection[torch.nn.Module]) -> None:
         """Follow passes through these layers, and through what has weights beside them."""
         inside = {module for layer in layers for module in layer.modules()} - set(layers)
         for name, module in model.named_modules():
             if module in layers or (module not in inside and any(True for _ in module.parameters(recurse=False))):
-                module.register_forward_pre_hook(functools.partial(self._into, name))
-                module.register_forward_hook(functools.partial(self._out_of, name))
+                self.pass_through(module, name)
+
+    def pass_through(self, module: torch.nn.Module, name: str) -> None:
+        """Follow passes through a module, forward and back."""
+        module.register_forward_pre_hook(functools.partial(self._into, name))
+        module.register_forward_hook(functools.partial(self._out_of, name))
 
     def _into(self, name: str, *_: object) -> None:
-        self._part = name
+        way = "forward pass" if torch._C._current_graph_task_id() < 0 else "backward pass"
+        self._part, self._work, self._since_s = name, f"{way}, {name}", time.monotonic()
 
     def _out_of(self, name: str, module: object, given: object, output: Any) -> None:
         for found in output if isinstance(output, tuple) else (output,):
@@ -63,6 +106,36 @@ class Course:
             yield
         except Exception as error:
             raise failed(self._rank, self._part, way, error) from error
+
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """This thread makes a call of the engine, perhaps within another."""
+        before = self._call, self._thread
+        if not self._call:
+            self.at("")
+            self._call, self._thread = call, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._call, self._thread = before
+
+    def at(self, work: str) -> None:
+        """The call has come to work that is no pass."""
+        self._work, self._since_s = work, time.monotonic()
+
+    def place(self) -> Place | None:
+        """Where the rank is at this moment; None: in no call. For any thread."""
+        call, work, for_s = self._call, self._work, time.monotonic() - self._since_s
+        if not call:
+            return None
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+            frame = frame.f_back
+        if frame is None:
+            return Place(", ".join(filter(None, (call, work))), "?", for_s, False)
+        file = frame.f_code.co_filename
+        at = f"{frame.f_code.co_name} ({os.path.basename(file)}:{frame.f_lineno})"
+        return Place(", ".join(filter(None, (call, work))), at, for_s, any(part in file for part in _COLLECTIVES))
 
 
 class Guard:
@@ -141,6 +214,9 @@ class Guard:
         layer.forward = forward
 
     def note(self, name: str, way: str, error: Exception) -> None:
+        """Keep the first error. Raises it where it is of a collective: the others are not there any more."""
+        if is_of_a_collective(error):
+            raise error
         if self.error is None:
             self.error = failed(self._rank, name, way, error)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from m2flow.engines.distributed.guard import Guard
+from m2flow.engines.distributed.guard import Guard, is_of_a_collective
 from m2flow.engines.distributed.model_parallel import own_weights
 from m2flow.engines.distributed.ranks import Ranks
 from m2flow.engines.distributed.sequence_parallel import reduce_scatter
@@ -68,7 +68,7 @@ class Line(Generic[_P]):
     """
 
     def __init__(self, ranks: Ranks, stages: Any, device: str, *, chunks: int = 1, spreads: bool) -> None:
-        self.group, self._device, self._spreads = stages, device, spreads
+        self.group, self._device, self._spreads, self._ranks = stages, device, spreads, ranks
         self.members = dist.get_process_group_ranks(stages)
         self.stage, self.count, self.chunks = int(dist.get_rank(stages)), len(self.members), chunks
         self.chunk = 0
@@ -157,7 +157,7 @@ class Line(Generic[_P]):
             one_more()
         for sent in self._sent.values():
             while sent:
-                sent.popleft()[0].wait()
+                self._ranks.finished(sent.popleft()[0])
 
     def _back(self, chunk: int, hidden: Tensor | None, output: Tensor | None, like: Tensor) -> None:
         self.chunk = chunk
@@ -179,7 +179,7 @@ class Line(Generic[_P]):
         try:
             return work()
         except Exception as error:
-            if self._spreads:
+            if self._spreads or is_of_a_collective(error):
                 raise
             self.failure = self.failure or error
             return None
@@ -189,7 +189,7 @@ class Line(Generic[_P]):
 
     def _receive(self, group: Any, stage: int, like: Tensor) -> Tensor:
         found = torch.empty_like(like, device=self._device)
-        dist.recv(found, self.members[stage], group=group)
+        self._ranks.finished(dist.irecv(found, self.members[stage], group=group))
         return found
 
     def _send(self, group: Any, stage: int, tensor: Tensor) -> None:
@@ -198,7 +198,7 @@ class Line(Generic[_P]):
         sent = self._sent.setdefault(stage, deque())
         sent.append((dist.isend(tensor, self.members[stage], group=group), tensor))
         if len(sent) > 2 * self.count * self.chunks:
-            sent.popleft()[0].wait()
+            self._ranks.finished(sent.popleft()[0])
 
     def of_stage(self, stage: int, own: Tensor | None, like: Tensor) -> Tensor:
         """A tensor that one of the stages has, on all of them. Collective."""
@@ -222,12 +222,12 @@ class Line(Generic[_P]):
         if not own.numel():
             return
         if is_lower:
-            dist.recv(other, self.members[stage], group=self._up)
+            self._ranks.finished(dist.irecv(other, self.members[stage], group=self._up))
             own.add_(other)
             dist.send(own, self.members[stage], group=self._down)
         else:
             dist.send(own, self.members[stage], group=self._up)
-            dist.recv(own, self.members[stage], group=self._down)
+            self._ranks.finished(dist.irecv(own, self.members[stage], group=self._down))
 
 
 # ---- gradients of weights that are computed later. I inputs and O outputs of a linear layer

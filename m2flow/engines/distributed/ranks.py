@@ -22,9 +22,11 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -46,19 +48,25 @@ from m2flow.engines.contract import (
     WeightPiece,
     blended,
 )
-from m2flow.engines.distributed.guard import Course, Guard, GuardedPart, named
+from m2flow.engines.distributed import COLLECTIVE_TIMEOUT, timeout_s_of
+from m2flow.engines.distributed.guard import Course, Guard, GuardedPart, Place, is_of_a_collective, named
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, layers
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, M2FlowError, OutOfMemory, is_out_of_memory, naming_host_errors
+from m2flow.errors import EngineError, M2FlowError, OutOfMemory, StateLost, is_out_of_memory, naming_host_errors
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
 _WAIT = datetime.timedelta(minutes=10)
-"""A collective that takes longer ends its process: a rank is gone, or the ranks are not doing the same."""
+"""A rank that waits longer in a collective raises: another one is gone, or hangs, or is not doing the same."""
+MEANING = (
+    "Seconds that a rank waits in a collective, by default 600: longer than any pass, step or checkpoint takes another one. Then the step "
+    "ends, with the rank that hangs and its call, pass and layer in the error, and the run goes on from its last checkpoint."
+)
+"""The meaning of `COLLECTIVE_TIMEOUT`."""
 
 
 _NAMED = re.compile(re.escape(named(0)).replace("0", r"\d+", 1))
@@ -80,6 +88,9 @@ class Ranks:
         self.count = settings.num_ranks
         self._device = torch.device(settings.device)
         self._rendezvous = settings.rendezvous
+        self.course = Course(settings.rank)
+        self._timeout = datetime.timedelta(seconds=timeout_s_of(settings.options))
+        self._watch: Watch | None = None
 
     def open(self, leave: Callable[[], object] | None = None) -> None:
         """Join the other ranks. The trainers of one worker have the same ranks; they join once, and each has a group of its own.
@@ -118,6 +129,9 @@ class Ranks:
     def close(self) -> None:
         if self not in self._open:
             return
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         dist.destroy_process_group(self.group)
         del self.group  # Its threads end with the last reference, and until then wake a hundred times a second.
         self._open.remove(self)
@@ -144,10 +158,29 @@ class Ranks:
         found.group = self.among([list(range(start, start + count * stride, stride)) for start in starts])
         return found
 
-    def limit(self, *groups: Any) -> None:
+    def watch(self) -> None:
+        """From here on no collective of this process waits longer than the option says, and where a rank hangs is known to the others."""
+        if self.count == 1:
+            return
+        self.limit(*dist.distributed_c10d._world.pg_map, wait=self._timeout)
+        self._watch = Watch(self.rank, self.count, self._open.index(self), self.course, self._timeout.total_seconds())
+        self._watch.open()
+
+    def hung(self, error: Exception) -> StateLost | None:
+        """What is to be said in place of an error of a call: who hangs, if that was the reason."""
+        return None if self._watch is None or isinstance(error, StateLost) else self._watch.hung(error)
+
+    def finished(self, work: Any) -> None:
+        """Wait for a send or a receive as long as for a collective: Gloo's have the time of their group's creation."""
+        if self._device.type == "cpu":
+            work.wait(self._timeout)
+        else:
+            work.wait()
+
+    def limit(self, *groups: Any, wait: datetime.timedelta = _WAIT) -> None:
         """Have collectives of further groups wait no longer than those of the trainer's own."""
         for group in groups:
-            dist.distributed_c10d._set_pg_timeout(_WAIT, group)
+            dist.distributed_c10d._set_pg_timeout(wait, group)
 
     def agree(self, error: M2FlowError | None) -> None:
         """Raise on every rank if one of them has an error.
@@ -209,6 +242,93 @@ class Ranks:
         return bytes(body.cpu().numpy()).decode(errors="replace")
 
 
+class Watch:
+    """A thread that tells the other ranks where this one is, in the process group's store, once it has been there for half the time that
+    they wait. So in normal work nothing is told.
+
+    Args:
+        number: of the trainer, among those of the process.
+    """
+
+    def __init__(self, rank: int, count: int, number: int, course: Course, wait_s: float) -> None:
+        self._rank, self._count, self._course, self._wait_s = rank, count, course, wait_s
+        self._period_s = min(wait_s / 8, 2.0)
+        self._keys = [f"m2flow/trainer/{number}/place/{rank}" for rank in range(count)]
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._tell_now_and_then, name="m2flow-watch-ranks", daemon=True)
+        self._store: Any = None
+
+    def open(self) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._store = None
+
+    def _tell_now_and_then(self) -> None:
+        has_told = False
+        while not self._is_over.wait(self._period_s):
+            place = self._course.place()
+            is_long = place is not None and place.for_s > self._wait_s / 2
+            if is_long or has_told:
+                with suppress(RuntimeError):  # Whoever keeps the store is gone.
+                    self._store.set(self._keys[self._rank], json.dumps([time.time(), place] if is_long else None))
+            has_told = is_long
+
+    def hung(self, error: Exception) -> StateLost | None:
+        """Who hangs, if an error of a call here came of waiting for it."""
+        if not is_of_a_collective(error):
+            return None
+        own, places = self._course.place(), dict[int, Place]()
+        deadline = time.monotonic() + 2 * self._period_s  # By then each rank that hangs, or waits for it, has told.
+        while len(places) < self._count - 1 and time.monotonic() < deadline:
+            time.sleep(self._period_s / 4)
+            with suppress(RuntimeError):
+                places.update(self._told())
+        hanging = [f"rank {rank} of this trainer hangs: {_described(place)}" for rank, place in places.items() if not place.waits]
+        if not hanging:
+            silent = [str(rank) for rank in range(self._count) if rank != self._rank and rank not in places]
+            if not silent or "imed out" not in str(error):
+                return None  # Each waits for another, or one is gone, which its own process tells.
+            hanging = [f"rank {', '.join(silent)} of this trainer does not say where it is: it is gone, or keeps the interpreter's lock"]
+        waits = [f"rank {rank} waits for it ({place.work})" for rank, place in places.items() if place.waits]
+        waits += [f"rank {self._rank} waited for it ({own.work})"] if own is not None else []
+        now = f"The option {COLLECTIVE_TIMEOUT} of the trainer ({self._wait_s:g} s) says how long ranks wait. The ranks' logs may say more."
+        return StateLost("; ".join([*hanging, *waits]), now=now)
+
+    def _told(self) -> Iterator[tuple[int, Place]]:
+        for rank, key in enumerate(self._keys):
+            if rank != self._rank and self._store.check([key]) and (told := json.loads(self._store.get(key))) is not None:
+                at_s, place = told
+                if time.time() - at_s < 3 * self._period_s:
+                    yield rank, Place(*place)
+
+
+def _described(place: Place) -> str:
+    return f"{place.work}, for {place.for_s:.0f} s, in {place.at}"
+
+
+_CALLS = ("accumulate", "apply", "logprobs", "top_logprobs", "values", "scores", "save", "held_checkpoint", "load", "copy_from", "discard")
+
+
+def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of an engine that notes where it is; raises `StateLost` in place of a collective's error where another rank hangs."""
+
+    @functools.wraps(method)
+    def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with engine._ranks.course.during(name):
+            try:
+                return method(engine, *args, **kwargs)
+            except Exception as error:
+                if (lost := engine._ranks.hung(error)) is not None:
+                    raise lost from error
+                raise
+
+    return call
+
+
 def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int, *, is_whole: bool = False) -> list[list[int]]:
     """Assign rows to `count` ranks by whole groups (a prompt goes through the model once), the largest first to the least loaded rank.
 
@@ -241,6 +361,7 @@ def stopping_if_it_fails(start: Callable[[Any], None]) -> Callable[[Any], None]:
     def started(engine: Any) -> None:
         try:
             start(engine)
+            engine._ranks.watch()
         except BaseException:
             engine.stop()
             raise
@@ -291,6 +412,11 @@ class RankedTrain(EmbeddedTrain):
 
     _has_boxes: ClassVar[bool] = False
     """Whether each rank knows which box of each tensor it holds."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in _CALLS:
+            setattr(cls, name, _watched(name, getattr(cls, name)))
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
@@ -360,7 +486,9 @@ class RankedTrain(EmbeddedTrain):
         if self._is_partial:
             self.discard()
             raise EngineError("the gradient lacks a micro-batch that failed", now="discard() it, and accumulate() all again.")
+        self._ranks.course.at("gradient reduction")
         self._sum_gradients()
+        self._ranks.course.at("optimizer step")
         stepped = self._together(lambda: self._optimizers.step(optimizer, denominator))
         return {**stepped, **self._expert_loads()}
 
@@ -558,7 +686,8 @@ class RankedTrain(EmbeddedTrain):
         try:
             result = work()
         except M2FlowError as error:
-            ranks.agree(error)
+            if not is_of_a_collective(error):
+                ranks.agree(error)
             raise
         ranks.agree(None)
         return result
@@ -585,16 +714,12 @@ class ReplicatedTrain(RankedTrain):
     capabilities = built_in("embedded", "train")
     _has_boxes = True
 
-    def __init__(self, model: Model, settings: EngineSettings) -> None:
-        super().__init__(model, settings)
-        self._course = Course(settings.rank)
-
     @stopping_if_it_fails
     def start(self) -> None:
         self._ranks.open()
         super().start()
         self._root = Root(self._model, self._source.head)
-        self._course.follow(self._model, layers(self._model))
+        self._ranks.course.follow(self._model, layers(self._model))
 
     def stop(self) -> None:
         self._root, self._is_partial = None, False
@@ -610,12 +735,12 @@ class ReplicatedTrain(RankedTrain):
         return self._together(lambda: EmbeddedTrain.held_checkpoint(self, path) if self._ranks.rank == 0 else None)
 
     def _forward(self, packed: packing.Packed) -> Tensor:
-        with self._course.within("forward"):
+        with self._ranks.course.within("forward"):
             return super()._forward(packed)
 
     def _backward(self, loss: Tensor) -> None:
         def go_back() -> None:
-            with self._course.within("backward"):
+            with self._ranks.course.within("backward"):
                 super(ReplicatedTrain, self)._backward(loss)
 
         try:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from m2flow.engines.distributed import timeout_s_of
 from m2flow.errors import EngineError, did_you_mean
 from m2flow.recipe import Model
 
@@ -63,6 +64,8 @@ class Options:
     spread_checkpoints: bool = False
     """Every rank writes its part of a checkpoint, as of the train engine `fsdp`: nothing is gathered on the first. Of such a checkpoint, by
     whichever trainer, a rank reads what it holds."""
+    collective_timeout_s: float = 600.0
+    """Seconds that a rank waits in a collective, as of the train engine `fsdp`."""
 
     @property
     def num_alike(self) -> int:
@@ -109,10 +112,11 @@ def read(given: Mapping[str, object]) -> Options:
             continue
         if name not in kinds:
             raise EngineError(f"the train engine 'megatron' has no option {name!r}", now=did_you_mean(name, kinds))
-        if type(value) is not kinds[name]:
+        if type(value) is not kinds[name] and not (kinds[name] is float and type(value) is int):
             raise EngineError(f"the option {name} of the train engine 'megatron' is {value!r}, not a {kinds[name].__name__}")
         found[name] = value
     options = Options(**found)
+    timeout_s_of(given)
     for name in ("tp", "pp", "vpp", "cp", "ep"):
         if getattr(options, name) < 1:
             raise EngineError(f"the option {name} of the train engine 'megatron' is {getattr(options, name)}", now="Write 1 or more.")

@@ -132,6 +132,7 @@ class Groups:
                 expert_model_parallel_size=options.ep,
                 expert_tensor_parallel_size=options.expert_tp,
                 create_gloo_process_groups=False,
+                distributed_timeout_minutes=options.collective_timeout_s / 60,
             )
             core().tensor_parallel.random.model_parallel_cuda_manual_seed(_SEED)
         cls._open.append(options)
@@ -447,6 +448,14 @@ class Built:
     def _biases(self, part: Any) -> dict[str, Tensor]:
         first = _first_layer(part)
         return {numbered(name, first, 0): bias for name, bias in part.named_buffers() if name.endswith(ROUTER_BIAS)}
+
+    def named_layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """What passes go through here, by the names of the whole model."""
+        for chunk in self.chunks:
+            part = chunk.module
+            yield from ((f"decoder.layers.{layer.layer_number - 1}", layer) for layer in part.decoder.layers)
+            if part.pre_process:
+                yield "embedding", part.embedding
 
     @property
     def buffers(self) -> list[Any]:

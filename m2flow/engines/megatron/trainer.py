@@ -195,6 +195,8 @@ class MegatronTrain(RankedTrain):
         self._weights.load(tensors)
         self._model = model.to("meta")  # Its class and config are what a checkpoint is written with.
         self._parts = self._stepped()
+        for name, layer in self._built.named_layers():
+            self._ranks.course.pass_through(layer, name)
 
     def _loaded(self) -> Any:
         """The model as transformers has it, in the memory of the host."""
@@ -361,7 +363,9 @@ class MegatronTrain(RankedTrain):
             if not (math.isfinite(denominator) and denominator > 0):
                 raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
             rate = optimizer.rate(self._parts.client.num_steps.get(optimizer, 0))
+            self._ranks.course.at("gradient reduction")
             self._built.add_up()
+            self._ranks.course.at("optimizer step")
             norm, further = self._parts.step(optimizer, denominator)
             if not math.isfinite(norm):
                 raise EngineError(

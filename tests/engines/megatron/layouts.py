@@ -20,6 +20,7 @@ from adapted_trainers import (
     check_references_compute_from_the_policys_weights,
 )
 from followed import followed
+from hanging import Stay, check_who_hangs_is_named
 from megatron_models import small, with_head
 from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, SteppedOnHost, WritesAsMegatron, WritesEachLayer
 from safetensors.numpy import load_file
@@ -647,6 +648,20 @@ def test_a_loss_that_raises_ends_every_rank_and_leaves_the_engine_usable(layout:
         norm = train(engine, batch)["grad_norm"]
     with started(EmbeddedTrain(model, EngineSettings())) as engine:
         assert norm == pytest.approx(train(engine, batch)["grad_norm"], rel=1e-5)
+
+
+def layer_of(engine: Any, name: str) -> torch.nn.Module:
+    return dict(engine._built.named_layers())[name]
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@pytest.mark.parametrize(
+    ("layout", "stay"), [({"tp": 2}, Stay("decoder.layers.1", "backward")), ({"pp": 2}, Stay("decoder.layers.3"))], ids=["tp", "pp"]
+)
+def test_a_rank_that_stays_in_a_layer_ends_the_step_with_its_place(layout: Layout, stay: Stay, tmp_path: Path) -> None:
+    model = small("qwen2", tmp_path / "model")
+    with followed(1) as others:
+        check_who_hangs_is_named(MegatronOnCpu, stay, model, layout, others, batch_of(model), layer_of)
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
