@@ -3,12 +3,10 @@
 An engine executes a role's calls inside one worker process. Constructors only assign; `start` loads, `stop` frees. The planner reads
 `Capabilities` and never asks for what an engine can't do. The suites in `m2flow.testing` prove an engine to be one.
 
-`Memory` says what an engine holds of its device: weights, gradients, optimiser states, KV cache. It is counted from the tensors that exist,
-so what was offloaded does not count; what else a process takes are activations.
+`Memory` says what an engine holds of its device, counted from the tensors that exist there; what else a process takes are activations.
 
 `Agreement` compares the rollout engine's log-probabilities with the trainer's. Both compute the same function, so a difference is rounding,
-another kernel, or a fault: a weight in the wrong place, a mask, another temperature. A policy gradient mistakes it for a change of the
-policy.
+another kernel, or a fault (a misplaced weight, a mask), which a policy gradient mistakes for a change of the policy.
 
     log-probabilities of both --agreement_of--> Agreement --added to those of other micro-batches--> metrics of an update
 
@@ -390,6 +388,8 @@ class Capabilities:
     (`m2flow.recipe.Model.routing`)."""
     balances_experts: bool = False
     """Train: its updates can keep the experts of a mixture evenly loaded (`m2flow.recipe.Balance`)."""
+    checkpoint_format: str = ""
+    """Train: what its checkpoints are, weights and states. A run goes on with another engine that has the same one; with "" with none."""
     sequences: bool = False
     """Train: it reads each sequence of a row by itself, where episodes have several (`m2flow.samples.sequences_of`)."""
     refused_sampling: tuple[str, ...] = ()

@@ -89,6 +89,8 @@ def version_of(distribution: str) -> str:
 _DEVICES = ("cpu", "cuda")
 _CONSTRAINTS = ("regex", "json_schema", "grammar")
 """Refused by servers: the log-probabilities that they return under a constraint are not the model's own but those of the tokens left."""
+_CHECKPOINTS = "safetensors"
+"""What `m2flow.engines.models.trainer_checkpoint` reads and writes."""
 _HEADS, _OPTIMIZERS = get_args(Head), tuple(OPTIMIZERS)
 _BUILT_IN = (
     EngineInfo(
@@ -112,6 +114,7 @@ _BUILT_IN = (
         "m2flow.engines.embedded.trainer:EmbeddedTrain",
         Capabilities(
             "train",
+            checkpoint_format=_CHECKPOINTS,
             sequences=True,
             heads=_HEADS,
             optimizers=_OPTIMIZERS,
@@ -177,6 +180,7 @@ _BUILT_IN = (
         "m2flow.engines.distributed.fsdp:FsdpTrain",
         Capabilities(
             "train",
+            checkpoint_format=_CHECKPOINTS,
             sequences=True,
             heads=_HEADS,
             optimizers=tuple(name for name in _OPTIMIZERS if name != "AdamW8bit"),
@@ -210,6 +214,7 @@ _BUILT_IN = (
         "m2flow.engines.distributed.deepspeed:DeepSpeedTrain",
         Capabilities(
             "train",
+            checkpoint_format=_CHECKPOINTS,
             sequences=True,
             heads=_HEADS,
             lora=True,
@@ -238,6 +243,7 @@ _BUILT_IN = (
         "m2flow.engines.megatron.trainer:MegatronTrain",
         Capabilities(
             "train",
+            checkpoint_format=_CHECKPOINTS,
             heads=_HEADS,
             lora=True,
             weight_pieces=True,
@@ -521,6 +527,7 @@ _TRAIN: tuple[_Row, ...] = (
     ("micro-batches beyond its memory are tried in halves", lambda can: "on one rank" if can.retries_smaller else "no"),
     ("weights can be copied while it is off its device", _flag("readable_offloaded")),
     ("each rank sends what it holds of the weights", _flag("weight_pieces")),
+    ("checkpoints, which every engine with the same ones reads", lambda can: can.checkpoint_format or "its own"),
     ("data parallel", _degree("dp")),
     ("ZeRO stages", _layout(lambda layouts: ", ".join(map(str, layouts.zero)))),
     ("optimiser in the host's memory, as the plan says", _layout(lambda layouts: "yes" if layouts.offload else "no")),

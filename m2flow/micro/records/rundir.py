@@ -46,6 +46,7 @@ from typing import final
 
 import msgspec
 
+from m2flow.engines.registry import capabilities_of
 from m2flow.errors import EngineError, M2FlowError, OptionError, SpecError, host_error
 from m2flow.micro.protocol.plan import Plan
 from m2flow.recipe import Model, in_cache, is_of_hub
@@ -226,15 +227,16 @@ def move(run_dir: Path, spec: ClusterSpec, plan: Plan, attempt: int) -> bool:
     `config.before-3.json` and `plan.before-3.json`, where 3 is the number of the new attempt.
 
     Raises:
-        SpecError: it has another engine for training, which can't read the checkpoints and the state of optimisers.
+        SpecError: it has another engine for training, whose checkpoints and states of optimisers are others.
     """
     before = read_config(run_dir).cluster
     if before == spec:
         return False
-    if before.train.engine != spec.train.engine:
+    engines = before.train.engine, spec.train.engine
+    if engines[0] != engines[1] and not _have_same_checkpoints(*engines):
         raise SpecError(
             f"the run in {run_dir} was trained by the engine {before.train.engine}, and {spec.name} has {spec.train.engine}",
-            now=f"Checkpoints are the engine's own. Say engine: {before.train.engine} under train, or begin a new run.",
+            now=f"They read other checkpoints. Say engine: {before.train.engine} under train, or begin a new run.",
         )
     found = json.loads((run_dir / "config.json").read_text()) | {"cluster": spec.model_dump()}
     texts = {"plan.txt": f"{plan}\n", "plan.json": plan.to_json().decode(), "config.json": json.dumps(found, indent=2) + "\n"}
@@ -245,6 +247,11 @@ def move(run_dir: Path, spec: ClusterSpec, plan: Plan, attempt: int) -> bool:
     for name in texts:
         (run_dir / f".{name}.new").replace(run_dir / name)
     return True
+
+
+def _have_same_checkpoints(*engines: str) -> bool:
+    formats = {can.checkpoint_format if (can := capabilities_of(name, "train", {})) is not None else "" for name in engines}
+    return len(formats) == 1 and "" not in formats
 
 
 def option_text(value: object) -> object:
