@@ -300,6 +300,10 @@ Tensor = Any
 
 ONE_F_ONE_B, ZERO_BUBBLE = "1f1b", "zero-bubble"
 """Orders in which the stages of a trainer compute: values of its option `schedule`."""
+STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` whose experts `fsdp` can split over ranks."""
+STAGED = ("llama", "qwen2", "qwen3", *STACKED)
+"""Values of `model_type` whose layers `fsdp` can spread over stages."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +336,12 @@ class ParallelLayouts:
     evenly over the replicas that have the same ones."""
     gathers_keys: bool = False
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
+    excludes: tuple[tuple[str, ...], ...] = ()
+    """What a trainer refuses together. Of its layout: degrees beyond one (`tp`), `one stage`, `zero 0` of several replicas or by its options,
+    `offload`, `recompute`; of the model: `experts`, `latent`, `adapters`, `half` (passes below float32); of its options in the spec:
+    `name: value`."""
+    families: tuple[tuple[Literal["tp", "pp", "sp", "ep"], tuple[str, ...]], ...] = ()
+    """Values of `model_type` that a degree is for, where it is not for all."""
     recomputes: Literal["never", "where needed", "always"] = "never"
     """When a plan has a trainer keep only the input of each layer, and compute the rest again in the backward pass: where a device's memory
     demands it, or always."""

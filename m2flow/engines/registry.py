@@ -19,6 +19,8 @@ from dataclasses import dataclass, fields
 from typing import cast, get_args
 
 from m2flow.engines.contract import (
+    STACKED,
+    STAGED,
     Capabilities,
     Engine,
     EngineKind,
@@ -194,6 +196,8 @@ _BUILT_IN = (
                 ep=None,
                 zero=(3,),
                 divides_heads=True,
+                excludes=(("one stage", "schedule: zero-bubble"),),
+                families=(("pp", STAGED), ("ep", STACKED)),
                 keeps_experts_whole=True,
                 gathers_keys=True,
                 recomputes="where needed",
@@ -222,6 +226,16 @@ _BUILT_IN = (
                 dp=None,
                 zero=(0, 1, 2, 3),
                 offload=True,
+                divides_heads=True,
+                excludes=(
+                    ("tp", "sp"),
+                    ("tp", "experts"),
+                    ("tp", "adapters"),
+                    ("sp", "latent"),
+                    ("zero 0", "half"),
+                    ("zero 0", "offload"),
+                    ("zero 0", "offload_optimizer: True"),
+                ),
                 recomputes="always",
                 recompute_option=("activation_checkpointing", True),
                 options=(("tp", "tp"), ("sp", "sp"), ("zero", "zero"), ("offload", "offload_optimizer")),
@@ -231,6 +245,7 @@ _BUILT_IN = (
         ("torch", "transformers", "deepspeed", "ninja"),
         extra="deepspeed",
         compiles=True,
+        refuses="m2flow.engines.distributed:check_deepspeed",
         untested="cuda",
     ),
     EngineInfo(
@@ -255,6 +270,7 @@ _BUILT_IN = (
                 offload=True,
                 divides_heads=True,
                 divides_layers=True,
+                excludes=(("tp", "experts", "sequence_parallel: False"),),
                 recomputes="always",
                 recompute_option=("recompute", "full"),
                 options=(
@@ -414,7 +430,8 @@ def train_options(name: str, options: Mapping[str, object], planned: Mapping[str
     layouts = engine_named(name, "train").capabilities.parallel_layouts
     option, value = layouts.recompute_option
     told = {known: planned[degree] for degree, known in layouts.options if degree in planned}
-    lacking = [degree for degree in planned if degree not in ("zero", "recompute", *dict(layouts.options))]
+    is_fixed = planned.get("zero") in layouts.zero  # Of `fsdp` there is one stage, and no option.
+    lacking = [name for name in planned if name not in ("recompute", *dict(layouts.options)) and not (name == "zero" and is_fixed)]
     if lacking:
         raise EngineError(
             f"the plan lays the train engine {name!r} out with {lacking[0]} {planned[lacking[0]]}, which it does not have",

@@ -66,9 +66,21 @@ from m2flow.micro.protocol.cost_terms import (
     TrainCost,
 )
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
-from m2flow.planner.pools import GIB, Attained, Estimate, Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
+from m2flow.planner.pools import (
+    GIB,
+    Attained,
+    Estimate,
+    Pool,
+    adds_adapters,
+    chunks_of,
+    is_accepted,
+    legal_layouts,
+    offered,
+    pools_of,
+    thread_layouts,
+)
 from m2flow.planner.workload import Extent, Workload
-from m2flow.recipe import Model, hub_directory, is_count, is_of_hub
+from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.spec import ClusterSpec
 
 # ---- memory
@@ -296,17 +308,7 @@ def bubble_share(options: Mapping[str, object], *, recomputes: bool = False) -> 
     """
     passes = 4 if recomputes else 3
     left = (passes - 2) / passes if options.get("schedule") == ZERO_BUBBLE else 1.0
-    return left / _chunks(options)
-
-
-def _chunks(options: Mapping[str, object]) -> int:
-    """Chunks of layers of a stage. What is no number the engine refuses."""
-    return int(str(given)) if is_count(given := options.get("vpp", 1)) else 1
-
-
-def can_order(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> bool:
-    """Whether a layout's stages can compute in the order that the options say: each chunk has a layer."""
-    return layout.pp == 1 or layout.pp * _chunks(options) <= shape.num_layers
+    return left / chunks_of(options)
 
 
 def train_cost(
@@ -618,13 +620,15 @@ class ModelledCosts(Costs):
             return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
         offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
         legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node)
-        options = self._spec.train.options if engine.kind == "train" else {}
-        ordered = [layout for layout in legal if can_order(shape, layout, options) and _is_as_told(layout, offers, options)]
-        return (*self._with_recomputed(engine, pool, ordered), *self._over_nodes(engine, num_devices, per_node))
+        if engine.kind == "rollout":
+            return (*legal, *self._over_nodes(engine, num_devices, per_node))
+        options = self._spec.train.options
+        accepted = [layout for layout in legal if _is_as_told(layout, offers, options) and is_accepted(shape, layout, offers, options)]
+        return tuple(self._with_recomputed(engine, pool, accepted))
 
     def _with_recomputed(self, engine: EngineId, pool: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
         """These layouts, and each with recomputed layers too where activations are much of a device, or a pin asks for it."""
-        if engine.kind != "train" or not self._may_recompute or not self.is_trained(engine):
+        if not self._may_recompute or not self.is_trained(engine):
             return layouts
         there, is_asked = self.device_bytes(pool), bool(self._spec.pin_of(engine.role, engine.kind).recompute)
         found = list[Layout]()
@@ -637,7 +641,7 @@ class ModelledCosts(Costs):
     def _over_nodes(self, engine: EngineId, num_devices: int, per_node: int) -> tuple[Layout, ...]:
         """Layouts whose tensor parallelism goes over whole nodes, of a rollout engine whose pin asks for it."""
         tp = self._spec.pin_of(engine.role, engine.kind).layout.tp or 0
-        if engine.kind != "rollout" or tp <= per_node or tp % per_node or num_devices % tp or not self.shape(engine).is_tp_legal(tp):
+        if tp <= per_node or tp % per_node or num_devices % tp or not self.shape(engine).is_tp_legal(tp):
             return ()
         return (Layout(tp=tp, dp=num_devices // tp),)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from m2flow.errors import DoesNotFit
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout
 from m2flow.micro.protocol.plan import Choice, Placement, Plan, Stage, TimeTerm, WorkerPlan, in_columns
-from m2flow.planner.pools import PLANNED, device_list
+from m2flow.planner.pools import device_list, spreading
 from m2flow.spec import ClusterSpec, PoolSpec
 
 _GIB = 2**30
@@ -489,10 +489,10 @@ def _first_of_each(
 def _specs_alone(engine: EngineId, spec: ClusterSpec, *, is_host: bool) -> Iterator[tuple[str, str, ClusterSpec]]:
     """Yield (kind of change, description, changed spec)."""
     own = spec.rollout.engine if engine.kind == "rollout" else spec.train.engine
-    for name, kind in PLANNED:
-        if kind == engine.kind and name != own and spec.pools:
-            part = (spec.rollout if kind == "rollout" else spec.train).model_copy(update={"engine": name})
-            yield "engine", f"`{kind}: {{engine: {name}}}`, which spreads a model over devices", spec.model_copy(update={kind: part})
+    kind = engine.kind
+    for name in spreading(kind) if spec.pools and own not in spreading(kind) else ():
+        part = (spec.rollout if kind == "rollout" else spec.train).model_copy(update={"engine": name})
+        yield "engine", f"`{kind}: {{engine: {name}}}`, which spreads a model over devices", spec.model_copy(update={kind: part})
     if engine.kind == "train":
         budget = spec.train.token_budget
         while budget > 1024:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import yaml
@@ -33,6 +33,7 @@ from m2flow.engines.registry import capabilities_of, engines
 from m2flow.errors import EngineError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout
 from m2flow.planner.model_shapes import ModelShape
+from m2flow.recipe import is_count
 from m2flow.spec import ClusterSpec, PoolSpec
 
 BUILT_IN = Path(__file__).with_name("devices.yaml")
@@ -562,12 +563,6 @@ def _memory_gib() -> float | None:
     return int(line.split()[1]) / 2**20
 
 
-PLANNED: dict[tuple[str, EngineKind], tuple[str, ...]] = {("deepspeed", "train"): ("ep",)}
-"""Degrees that can be planned for, as large as one likes, beyond what the engine of that name supports, to see what they would gain.
-
-DeepSpeed's pipelines are not offered: they need a model written as a pipeline, and work with ZeRO 0 and 1 only."""
-
-
 def offered(name: str, kind: EngineKind) -> ParallelLayouts:
     """The layouts that an engine offers, whether or not its dependencies are installed here.
 
@@ -579,8 +574,65 @@ def offered(name: str, kind: EngineKind) -> ParallelLayouts:
     if found is None:
         names = sorted({one for one, of in known if of == kind})
         raise EngineError(f"there is no {kind} engine {name!r} to plan for", now=f"There are {', '.join(names)}; see `m2flow engines`.")
-    beyond: Any = dict.fromkeys(PLANNED.get((name, kind), ()))
-    return replace(found, **beyond)
+    return found
+
+
+def spreading(kind: EngineKind) -> list[str]:
+    """Engines by which a model that one device can't hold is spread over several."""
+    real = [info for info in engines() if info.kind == kind and not info.factory.startswith("m2flow.testing.")]
+    layouts = {info.name: info.capabilities.parallel_layouts for info in real}
+    return sorted(name for name, can in layouts.items() if (can.tp, can.pp) != (1, 1) or max(can.zero) == 3)
+
+
+def is_accepted(shape: ModelShape, layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
+    """Whether a trainer accepts a layout of a model.
+
+    Args:
+        options: its own, from the cluster spec.
+
+    >>> from m2flow.planner.model_shapes import shape_named
+    >>> [is_accepted(shape_named("Qwen2.5-7B"), Layout(tp=2, sp=sp), offered("deepspeed", "train"), {}) for sp in (1, 2)]
+    [True, False]
+    """
+    there = _traits(shape, layout, options)
+    if any(there.issuperset(those) for those in offers.excludes):
+        return False
+    if any(getattr(layout, degree) > 1 and shape.family not in ("", *families) for degree, families in offers.families):
+        return False
+    spread, count = options.get("etp"), layout.tp * layout.num_sharing
+    is_even = not is_count(spread) or layout.ep == 1 or count % (int(str(spread)) * layout.ep) == 0
+    return is_even and _can_order(shape, layout, offers, options)
+
+
+def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> set[str]:
+    """The words of `ParallelLayouts.excludes` that are true of a layout."""
+    there = {name for name in ("tp", "pp", "sp", "ep") if getattr(layout, name) > 1}
+    there |= {name for name in ("offload", "recompute") if getattr(layout, name)}
+    there |= {f"{name}: {value}" for name, value in options.items()}
+    of_model = {
+        "one stage": layout.pp == 1,
+        "zero 0": layout.zero == 0 and (layout.num_sharing > 1 or "zero" in options),
+        "experts": shape.num_experts > 0,
+        "latent": shape.latent > 0,
+        "adapters": shape.adapter_parameters > 0,
+        "half": options.get("compute_dtype", shape.dtype) != "float32",
+    }
+    return there | {name for name, is_so in of_model.items() if is_so}
+
+
+def _can_order(shape: ModelShape, layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
+    """Whether a layout's stages can compute in the order that the options say: each chunk has its layers, each turn its passes."""
+    count = layout.pp * (chunks := chunks_of(options))
+    if chunks == 1:
+        return layout.pp == 1 or count <= shape.num_layers
+    passes = options.get("micro_batches", layout.pp)
+    is_whole = not is_count(passes) or int(str(passes)) % layout.pp == 0
+    return layout.pp > 1 and is_whole and (shape.num_layers % count == 0 if offers.divides_layers else count <= shape.num_layers)
+
+
+def chunks_of(options: Mapping[str, object]) -> int:
+    """Chunks of layers of a stage. What is no number the engine refuses."""
+    return int(str(given)) if is_count(given := options.get("vpp", 1)) else 1
 
 
 def adds_adapters(engine: str) -> bool:

@@ -85,6 +85,8 @@ from torch.distributed.tensor import Shard
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     NUM_SHARED,
+    STACKED,
+    STAGED,
     ZERO_BUBBLE,
     Agreement,
     EngineSettings,
@@ -95,7 +97,7 @@ from m2flow.engines.contract import (
     WeightForm,
     blended,
 )
-from m2flow.engines.distributed import STACKED, STAGED, check_fsdp, model_parallel
+from m2flow.engines.distributed import check_fsdp, model_parallel
 from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
 from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
 from m2flow.engines.distributed.ranks import Box, RankedTrain, Root, stopping_if_it_fails

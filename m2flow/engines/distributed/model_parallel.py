@@ -82,7 +82,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, _collective_utils, _redistribute, debug, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED, plan_of
+from m2flow.engines.contract import STACKED, STAGED
+from m2flow.engines.distributed import COLWISE, ROWWISE, SUMMED, check_heads, plan_of
 from m2flow.engines.distributed.guard import Guard, GuardedPart, Midway
 from m2flow.engines.models import lora
 from m2flow.engines.models.optimizers import squared_norm
@@ -616,15 +617,6 @@ class Sequence:
         features["position_ids"] = torch.zeros((1, 1), dtype=torch.int64, device=query.device)
         output: Tensor = self._exchange(module, query, key, value, None, **features)[0]
         return output.unflatten(-1, (query.shape[1], -1)), None
-
-
-def check_heads(config: Any, sp: int) -> None:
-    """Check that the ranks divide a model's heads. Raises `EngineError`."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := int(getattr(config, name))) % sp:
-            raise EngineError(f"sp is {sp}, which does not divide the model's {name}, {heads}", now="Take an sp that does.")
-    if getattr(config, "v_head_dim", None):
-        raise EngineError(f"a {config.model_type!r} model has keys and values of two sizes, which Ulysses has not", now="Leave sp out.")
 
 
 def with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> AttentionLayout:

@@ -57,6 +57,11 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     def num_devices(self) -> int:
         return self.num_replica_devices * self.dp
 
+    @property
+    def num_sharing(self) -> int:
+        """Devices that have the same part of a trainer's model, which ZeRO shares out among them."""
+        return self.dp * self.sp
+
     def __str__(self) -> str:
         names = [f"{name}{value}" for name in ("tp", "pp", "sp", "ep", "dp") if (value := getattr(self, name)) > 1]
         names += [f"zero{self.zero}"] if self.zero else []

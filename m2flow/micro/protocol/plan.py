@@ -171,8 +171,8 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """Whether each layer of a trainer keeps only what comes in, and is computed again in the backward pass."""
     sp: int = 1
     """Ranks of a trainer that share each sequence."""
-    zero: int = 0
-    """ZeRO stage of a trainer."""
+    zero: int | None = None
+    """ZeRO stage of a trainer's replicas; None: its own."""
     offload: bool = False
     """Whether a trainer's optimiser is in the host's memory."""
 

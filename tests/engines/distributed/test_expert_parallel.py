@@ -29,8 +29,8 @@ from trainer_layouts import (
     train,
 )
 
-from m2flow.engines.contract import EngineSettings, TrainEngine
-from m2flow.engines.distributed import STACKED, check_fsdp
+from m2flow.engines.contract import STACKED, EngineSettings, TrainEngine
+from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import EXPERTS, load_model
