@@ -337,7 +337,7 @@ class ParallelLayouts:
     gathers_keys: bool = False
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
     excludes: tuple[tuple[str, ...], ...] = ()
-    """What a trainer refuses together. Of its layout: degrees beyond one (`tp`), `one stage`, `zero 0` of several replicas or by its options,
+    """What a trainer refuses together. Of its layout: degrees beyond one (`tp`), `one stage`, `zero 0` of several replicas or its option,
     `offload`, `recompute`; of the model: `experts`, `latent`, `adapters`, `half` (passes below float32); of its options in the spec:
     `name: value`."""
     families: tuple[tuple[Literal["tp", "pp", "sp", "ep"], tuple[str, ...]], ...] = ()
