@@ -337,7 +337,7 @@ class ParallelLayouts:
     gathers_keys: bool = False
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
     excludes: tuple[tuple[str, ...], ...] = ()
-    """What a trainer refuses together. Of its layout: degrees beyond one (`tp`), `one stage`, `zero 0` of several replicas or its option,
+    """What a trainer refuses together. Of its layout: degrees beyond one (`tp`), `zero 0` of several replicas or its option,
     `offload`, `recompute`; of the model: `experts`, `latent`, `adapters`, `half` (passes below float32); of its options in the spec:
     `name: value`."""
     families: tuple[tuple[Literal["tp", "pp", "sp", "ep"], tuple[str, ...]], ...] = ()
@@ -349,6 +349,8 @@ class ParallelLayouts:
     """The option that tells it to, and its value. Where a spec has the option, plans go by that."""
     options: tuple[tuple[Literal["tp", "pp", "sp", "ep", "zero", "offload"], str], ...] = ()
     """What a trainer's degrees are called among its options. Where a spec has such an option, plans go by that; else a run by the plan."""
+    of_stages: tuple[str, ...] = ()
+    """Options of a trainer in stages. A run whose plan has one stage leaves them out."""
 
     @property
     def has_replicas_alone(self) -> bool:

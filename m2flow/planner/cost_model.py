@@ -51,6 +51,7 @@ from typing import ParamSpec, TypeVar, final
 import msgspec
 
 from m2flow.engines.contract import ZERO_BUBBLE, ParallelLayouts
+from m2flow.engines.registry import held_by_ranks, train_options
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
     Arithmetic,
@@ -60,6 +61,7 @@ from m2flow.micro.protocol.cost_terms import (
     EngineId,
     Footprint,
     FunctionCost,
+    HeldPart,
     Layout,
     PassCost,
     Switch,
@@ -773,6 +775,23 @@ class ModelledCosts(Costs):
             token_bytes=kv_token_bytes(shape, layout) * ways,
             peak_flops=device.flops(shape.bytes_each),
             bytes_s=device.memory_gb_s * 1e9,
+        )
+
+    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+        if engine.kind != "train" or any(pool.device.shares_host_memory for pool in self._pools.values()):
+            return ()
+        shape, name = self.shape(engine), self._spec.train.engine
+        degrees = {degree: found for degree in ("tp", "pp", "ep") if (found := getattr(layout, degree)) > 1}
+        options = train_options(name, self._spec.train.options, degrees)
+        ranks: dict[tuple[int, tuple[tuple[int, int], ...], tuple[int, int] | None], list[int]] = {}
+        held = held_by_ranks(name, options, layout.num_devices, shape.num_layers, shape.num_experts)
+        for rank, (spans, experts) in enumerate(held):
+            layers = tuple((span.start, span.stop) for span in spans)
+            some = (experts.start, experts.stop) if len(experts) < shape.num_experts else None
+            ranks.setdefault((rank // (layout.num_devices // layout.pp), layers, some), []).append(rank)
+        return tuple(
+            HeldPart(engine, tuple(those), stage, layers, ("embedding",) * (stage == 0) + ("head",) * (stage == layout.pp - 1), experts_of)
+            for (stage, layers, experts_of), those in ranks.items()
         )
 
     def rest_s(self) -> float:

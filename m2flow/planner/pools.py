@@ -610,7 +610,6 @@ def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) ->
     there |= {name for name in ("offload", "recompute") if getattr(layout, name)}
     there |= {f"{name}: {value}" for name, value in options.items()}
     of_model = {
-        "one stage": layout.pp == 1,
         "zero 0": layout.zero == 0 and (layout.num_sharing > 1 or "zero" in options),
         "experts": shape.num_experts > 0,
         "latent": shape.latent > 0,
@@ -623,11 +622,11 @@ def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) ->
 def _can_order(shape: ModelShape, layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
     """Whether a layout's stages can compute in the order that the options say: each chunk has its layers, each turn its passes."""
     count = layout.pp * (chunks := chunks_of(options))
-    if chunks == 1:
+    if layout.pp == 1 or chunks == 1:
         return layout.pp == 1 or count <= shape.num_layers
     passes = options.get("micro_batches", layout.pp)
     is_whole = not is_count(passes) or int(str(passes)) % layout.pp == 0
-    return layout.pp > 1 and is_whole and (shape.num_layers % count == 0 if offers.divides_layers else count <= shape.num_layers)
+    return is_whole and (shape.num_layers % count == 0 if offers.divides_layers else count <= shape.num_layers)
 
 
 def chunks_of(options: Mapping[str, object]) -> int:

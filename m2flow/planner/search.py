@@ -523,6 +523,7 @@ def _choice(found: Found) -> Choice:
     problem = found.problem
     placements, parts = with_early_onload(problem, placements_of(found.node, found.places)), parts_of(problem, found.node)
     gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in found.bounds), default=0.0))
+    trainers = {placement.engine: placement.layout for placement in placements if placement.engine.kind == "train"}
     return Choice(
         flow=problem.workload.flow,
         cluster=problem.spec.name,
@@ -540,6 +541,7 @@ def _choice(found: Found) -> Choice:
         constants=problem.costs.constants(),
         works=tuple(works_of(problem, found.node, parts)),
         interval_s=interval_of(problem, parts),
+        held=tuple(part for engine, layout in trainers.items() for part in problem.costs.held_parts(engine, layout)),
     )
 
 

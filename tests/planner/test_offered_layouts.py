@@ -105,6 +105,14 @@ def test_the_search_offers_each_dimension_that_an_engine_has_and_no_other(engine
     assert {layout.zero for layout in layouts} - {0} == set(has.zero) - {0}
 
 
+def test_options_of_stages_are_left_out_where_a_plan_has_one_stage_and_a_spec_without_a_search_keeps_them() -> None:
+    options = {"vpp": 2, "schedule": "zero-bubble"}
+    assert told("fsdp", Layout(dp=2, zero=3), options) == {}
+    assert told("fsdp", Layout(pp=2, zero=3), options) == {"pp": 2, **options}
+    assert told("fsdp", Layout(dp=2, zero=3), {"pp": 1, **options}) == {"pp": 1}
+    assert train_options("fsdp", options, {}) == options
+
+
 def test_a_stage_of_zero_that_replicas_share_is_told_and_one_replica_takes_its_engines_own() -> None:
     assert told("megatron", Layout(dp=2, zero=0), {})["zero"] == 0
     assert told("deepspeed", Layout(dp=2, zero=2), {})["zero"] == 2

@@ -12,6 +12,7 @@ layer's experts, each some of them whole.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -46,6 +47,30 @@ def check_fsdp(model: Model, options: Mapping[str, object], num_ranks: int) -> N
         check_experts(config, options, num_ranks)
     if options.get("pp", 1) != 1:
         check_stages(config, model, options, num_ranks)
+
+
+def layers_of_stages(num_layers: int, count: int) -> list[range]:
+    """Spread layers over stages; the first stages have one more where they do not divide.
+
+    >>> layers_of_stages(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    each, more = divmod(num_layers, count)
+    starts = [stage * each + min(stage, more) for stage in range(count + 1)]
+    return [range(*bounds) for bounds in itertools.pairwise(starts)]
+
+
+def held_by_fsdp(options: Mapping[str, object], num_ranks: int, num_layers: int, num_experts: int) -> list[tuple[list[range], range]]:
+    """The layers of each rank, in spans, and the experts of each of them.
+
+    >>> held_by_fsdp({"pp": 2, "ep": 2}, 4, 5, 8)[1]
+    ([range(0, 3)], range(4, 8))
+    """
+    tp, pp, ep, vpp = (int(str(n)) if is_count(n := options.get(name, 1)) else 1 for name in ("tp", "pp", "ep", "vpp"))
+    spans, size, ways = layers_of_stages(num_layers, pp * vpp), num_ranks // pp, tp * ep
+    each = num_experts // ways
+    places = [rank % ways for rank in range(num_ranks)]
+    return [(spans[rank // size :: pp], range(place * each, (place + 1) * each)) for rank, place in enumerate(places)]
 
 
 def check_context(options: Mapping[str, object], num_ranks: int) -> None:

@@ -97,9 +97,9 @@ from m2flow.engines.contract import (
     WeightForm,
     blended,
 )
-from m2flow.engines.distributed import check_fsdp, model_parallel
+from m2flow.engines.distributed import check_fsdp, layers_of_stages, model_parallel
 from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
-from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
+from m2flow.engines.distributed.pipeline import Line, PutOff
 from m2flow.engines.distributed.ranks import Box, RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers

@@ -65,7 +65,7 @@ def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec)
     if placement.engine.kind == "train":
         is_planned_for = bool(spec.pools) and placement.footprint.gradients > 0 and slot.engine in _recomputing()
         layout = placement.layout
-        degrees = {name: getattr(layout, name) for name in _TRAINERS} if spec.pools else {}
+        degrees = {name: getattr(layout, name) for name in _TRAINERS} | {"is_searched": True} if spec.pools else {}
         if spec.pools and layout.num_sharing > 1:
             degrees["zero"] = layout.zero
         return msgspec.structs.replace(slot, **degrees, recompute=layout.recompute or is_planned_for)

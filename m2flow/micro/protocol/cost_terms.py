@@ -234,6 +234,20 @@ class Switch(msgspec.Struct, frozen=True):
     """Time in which a server that stays while others work on its devices rebuilds the cache and the graphs that it gave up for them."""
 
 
+class HeldPart(msgspec.Struct, frozen=True):
+    """What some ranks of a trainer hold of its model: layers of a stage, and of their experts some."""
+
+    engine: EngineId
+    ranks: tuple[int, ...]
+    stage: int
+    layers: tuple[tuple[int, int], ...]
+    """Spans: the first layer and the one after the last. Several, if a stage has chunks of layers."""
+    beside: tuple[str, ...] = ()
+    """`embedding`, `head`: what else is of the stage."""
+    experts: tuple[int, int] | None = None
+    """The first and the one after the last, of each layer; None: it has all, or there is none."""
+
+
 class Arithmetic(msgspec.Struct, frozen=True):
     """What one token costs an engine's model, and what a device has for it; for tokens a second, MFU and bandwidth in print."""
 
@@ -322,6 +336,10 @@ class Costs(ABC):
     def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
         """Return what a token costs; None where only times are known."""
         return None
+
+    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+        """What the ranks of a trainer hold, those that hold the same together; empty if all hold the same, or it is not known."""
+        return ()
 
     def rest_s(self) -> float:
         """Return the time of a step that belongs to none of its calls: the program, metrics, moving its data. 0 where nobody knows it."""

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from m2flow.errors import PlanError
-from m2flow.micro.protocol.cost_terms import Constant, EngineId, Footprint, Layout
+from m2flow.micro.protocol.cost_terms import Constant, EngineId, Footprint, HeldPart, Layout
 from m2flow.spec import WeightTransport
 
 Mode = Literal["time-shared", "split", "hybrid"]
@@ -132,6 +132,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The work of each call on devices."""
     interval_s: tuple[float, float] = (0.0, 0.0)
     """The interval in which the step time is believed to lie; two zeros: nobody knows."""
+    held: tuple[HeldPart, ...] = ()
+    """What the ranks of trainers hold whose ranks do not all hold the same."""
 
     @property
     def lower_bound_s(self) -> float:
@@ -175,12 +177,14 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """ZeRO stage of a trainer's replicas; None: its own."""
     offload: bool = False
     """Whether a trainer's optimiser is in the host's memory."""
+    is_searched: bool = False
+    """Whether a search chose these degrees of a trainer, those that are 1 too."""
 
     @property
     def planned(self) -> dict[str, int | bool]:
         """What a plan says of a trainer's layout, beyond one device."""
         plain = EngineSlot(self.role, self.kind, self.engine)
-        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute")
+        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute", "is_searched")
         return {name: value for name in names if (value := getattr(self, name)) != getattr(plain, name)}
 
     @property

@@ -1,0 +1,110 @@
+"""Plans say which ranks hold which layers and experts, by the rules of the trainers, and how many parts a pipeline's micro-batch has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from m2flow.engines.distributed import layers_of_stages
+from m2flow.micro.protocol.cost_terms import EngineId, Layout
+from m2flow.micro.protocol.plan import Choice
+from m2flow.planner.cost_model import ModelledCosts
+from m2flow.planner.explaining import as_document, explain
+from m2flow.planner.model_shapes import shape_named
+from m2flow.planner.search import find_plan
+from m2flow.planner.workload import CallLoad, Extent, Workload
+from m2flow.rollout_scheduling.lengths import parse_lengths
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
+
+ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")
+STEP = Workload(
+    "grpo",
+    (
+        CallLoad("policy.generate", "generate", ROLLOUT, 64, 8, "sample", False, ()),
+        CallLoad("policy.update", "update", TRAIN, 64, 8, "group", False, ("policy.generate",), num_optimizer_steps=1),
+    ),
+)
+LENGTHS = parse_lengths("lognormal:median=1000,sigma=0.5,cap=8000")
+
+
+def cluster(engine: str, layout: dict[str, int], options: dict[str, Any] | None = None, devices: int = 8) -> ClusterSpec:
+    pin = PinSpec(num_devices=devices, layout=LayoutSpec(**layout))  # type: ignore[arg-type]
+    return ClusterSpec(
+        pools={"main": PoolSpec(device="h200", nodes=max(1, devices // 8))},
+        rollout=RolloutSpec(engine="sglang"),
+        train=TrainSpec(engine=engine, options=options or {}),
+        pin={"policy.train": pin},
+    )
+
+
+def costs(spec: ClusterSpec, model: str) -> ModelledCosts:
+    return ModelledCosts(spec, STEP, {"policy": shape_named(model)}, {"": Extent(prompt=200, response=1000, position=700, longest=8192)})
+
+
+def planned(spec: ClusterSpec, model: str) -> Choice:
+    return find_plan(STEP, LENGTHS, costs(spec, model), spec)
+
+
+def test_a_plan_with_stages_says_their_ranks_and_layers() -> None:
+    choice = planned(cluster("fsdp", {"tp": 1, "pp": 2, "sp": 1, "dp": 4}), "Qwen2.5-7B")
+    text = explain(choice)
+    assert "stages of policy.train:\n  stage 0:  ranks 0-3  layers 0-13   embedding\n  stage 1:  ranks 4-7  layers 14-27  head" in text
+    assert msgspec.json.decode(msgspec.json.encode(choice), type=Choice) == choice
+    document: Any = as_document(choice)
+    assert [part["layers"] for part in document["held"]] in ([[[0, 14]], [[14, 28]]], [((0, 14),), ((14, 28),)])
+
+
+def test_layers_that_stages_do_not_divide_and_chunks_are_those_of_the_trainer() -> None:
+    spec = cluster("fsdp", {"tp": 1, "pp": 4, "sp": 1, "dp": 2}, {"vpp": 2})
+    parts = costs(spec, "Qwen2.5-7B").held_parts(TRAIN, Layout(pp=4, dp=2, zero=3))
+    spans = layers_of_stages(28, 8)
+    assert [part.layers for part in parts] == [tuple((spans[i].start, spans[i].stop) for i in (stage, stage + 4)) for stage in range(4)]
+    assert parts[0].layers == ((0, 4), (16, 19))
+    assert [part.ranks for part in parts] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    megatron = cluster("megatron", {"tp": 1, "pp": 2, "sp": 1, "dp": 4}, {"vpp": 2})
+    even = costs(megatron, "Qwen2.5-7B").held_parts(TRAIN, Layout(pp=2, dp=4, zero=1))
+    assert [part.layers for part in even] == [((0, 7), (14, 21)), ((7, 14), (21, 28))]
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "layout", "held"),
+    [
+        ("fsdp", {}, Layout(tp=2, dp=4, ep=2, zero=3), {(0, 4): (0, 32), (1, 5): (32, 64), (2, 6): (64, 96), (3, 7): (96, 128)}),
+        ("fsdp", {}, Layout(tp=2, dp=2, ep=1, zero=3), {(0, 2): (0, 64), (1, 3): (64, 128)}),
+        ("megatron", {}, Layout(tp=2, dp=2, ep=1, zero=1), {}),
+        ("megatron", {}, Layout(tp=2, dp=4, ep=2, zero=1), {(0, 1, 4, 5): (0, 64), (2, 3, 6, 7): (64, 128)}),
+        ("megatron", {"etp": 1}, Layout(tp=2, dp=4, ep=2, zero=1), {(0, 2, 4, 6): (0, 64), (1, 3, 5, 7): (64, 128)}),
+    ],
+    ids=str,
+)
+def test_experts_are_on_the_ranks_where_the_trainer_puts_them(
+    engine: str, options: dict[str, Any], layout: Layout, held: dict[tuple[int, ...], tuple[int, int]]
+) -> None:
+    parts = costs(cluster(engine, {}, options), "Qwen3-30B-A3B").held_parts(TRAIN, layout)
+    assert {part.ranks: part.experts for part in parts} == held
+
+
+def test_a_plan_with_spread_experts_says_who_has_which_in_short_and_in_full() -> None:
+    choice = planned(cluster("megatron", {"tp": 2, "pp": 2, "sp": 1, "dp": 4, "ep": 4}, devices=16), "Qwen3-30B-A3B")
+    short, full = explain(choice), explain(choice, details="full")
+    assert "experts of policy.train: 0-31 on ranks 0-1; 32-63 on ranks 2-3; and 2 parts more (--full)" in short
+    assert "  stage 1  experts 96-127  ranks 14-15" in full
+    assert all(len(line) <= 100 for line in short.splitlines() if "ranks" in line)
+
+
+def test_many_stages_are_listed_in_full_and_in_short() -> None:
+    choice = planned(cluster("fsdp", {"tp": 1, "pp": 16, "sp": 1, "dp": 1}, devices=16), "Qwen2.5-7B")
+    short, full = explain(choice), explain(choice, details="full")
+    assert "and 8 stages more (--full)" in short
+    assert [f"stage {stage}:" in short for stage in (6, 7, 14, 15)] == [True, False, False, True]
+    assert all(f"stage {stage}:" in full for stage in range(16))
+    layers = [part.layers for part in choice.held]
+    assert [layer for spans in layers for first, end in spans for layer in range(first, end)] == list(range(28))
+
+
+def test_a_layout_whose_ranks_hold_the_same_says_nothing() -> None:
+    choice = planned(cluster("fsdp", {"tp": 1, "pp": 1, "sp": 1, "dp": 8}), "Qwen2.5-7B")
+    assert choice.held == ()
+    assert "stages of" not in explain(choice)
