@@ -203,7 +203,7 @@ _BUILT_IN = (
                 keeps_experts_whole=True,
                 gathers_keys=True,
                 recomputes="where needed",
-                options=(("tp", "tp"), ("pp", "pp"), ("sp", "cp"), ("ep", "ep")),
+                options=(("tp", "tp"), ("pp", "pp"), ("sp", "cp"), ("ep", "ep"), ("micro_batches", "micro_batches")),
                 of_stages=("vpp", "schedule", "micro_batches"),
             ),
         ),
@@ -284,6 +284,7 @@ _BUILT_IN = (
                     ("ep", "ep"),
                     ("zero", "zero"),
                     ("offload", "offload_optimizer"),
+                    ("micro_batches", "micro_batches"),
                 ),
                 of_stages=("vpp", "micro_batches"),
             ),
@@ -437,8 +438,8 @@ def train_options(name: str, options: Mapping[str, object], planned: Mapping[str
     """The options of a train engine, with what a plan says of its layout. What they say themselves stays.
 
     Args:
-        planned: degrees beyond one device (`tp`, `pp`, `sp`, `ep`, `zero`, `offload`), `recompute`, and `is_searched`: a search
-            chose them.
+        planned: degrees beyond one device (`tp`, `pp`, `sp`, `ep`, `zero`, `offload`), `recompute`,
+            `micro_batches`, and `is_searched`: a search chose them.
     Raises:
         EngineError: the plan has a degree that this engine has not.
 

@@ -26,8 +26,9 @@ Training (`train_cost`):
                                                                 with adapters one pass less over the frozen weights, all over theirs
     a micro-batch          fixed_s                              launches, routing to experts layer by layer;
                                                                 ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
-    an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes, a pipeline's bubble
-                                                                (`bubble_share`: by the order of its stages)
+                                                                a pipeline's bubble, since stages are empty between micro-batches, and its
+                                                                passes (`passes_excess_s`)
+    an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes
 
 Micro-batches are distributed over the replicas, so one costs the whole trainer a dp-th of what it costs a replica. Samples are assumed to
 be evenly distributed, but for the longest of a mini-batch (`problem`); other imbalance within a step is left to the simulator.
@@ -50,7 +51,7 @@ from typing import ParamSpec, TypeVar, final
 
 import msgspec
 
-from m2flow.engines.contract import ZERO_BUBBLE, ParallelLayouts
+from m2flow.engines.contract import ParallelLayouts
 from m2flow.engines.registry import held_by_ranks, train_options
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
@@ -72,17 +73,19 @@ from m2flow.planner.pools import (
     GIB,
     Attained,
     Estimate,
+    Passes,
     Pool,
     adds_adapters,
-    chunks_of,
     is_accepted,
     legal_layouts,
     offered,
+    passes_excess_s,
+    passes_of,
     pools_of,
     thread_layouts,
 )
 from m2flow.planner.workload import Extent, Workload
-from m2flow.recipe import Model, hub_directory, is_of_hub
+from m2flow.recipe import Model, hub_directory, is_count, is_of_hub
 from m2flow.spec import ClusterSpec
 
 # ---- memory
@@ -140,7 +143,14 @@ def most_running(shape: ModelShape, layout: Layout, extent: Extent, memory_bytes
 
 
 def train_footprint(
-    shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool, gathers_keys: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    tokens: float,
+    *,
+    is_trained: bool,
+    recomputes: bool,
+    gathers_keys: bool = False,
+    split: Passes | None = None,
 ) -> Footprint:
     """Memory of a trainer, for micro-batches of so many tokens.
 
@@ -149,6 +159,7 @@ def train_footprint(
 
     Args:
         gathers_keys: as of `ParallelLayouts.gathers_keys`: a device then has the keys and values of all rows.
+        split: how micro-batches pass through stages: activations are those of the passes in flight; by default of all of it.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054: stage 1 shards the optimiser's state, 2 the gradients too, 3 the weights too.
@@ -164,7 +175,9 @@ def train_footprint(
         gradients += each * trained / (group if layout.zero >= 2 else 1)
         optimizer += (_MASTER_BYTES if each < 4 else 8) * trained / (group if layout.zero >= 1 else 1)
     gathered = (layout.sp - 1) * _key_width(shape) if gathers_keys else 0
-    activations = _activations(shape, layout, tokens / layout.sp, gathered, is_trained=is_trained, recomputes=recomputes)
+    activations = _activations(
+        shape, layout, tokens / layout.sp, gathered, is_trained=is_trained, recomputes=recomputes, split=split or Passes()
+    )
     if not is_trained:
         return Footprint(weights=math.ceil(weights), activations=math.ceil(activations))
     host = optimizer + gradients if layout.offload else 0.0
@@ -177,16 +190,18 @@ def train_footprint(
     )
 
 
-def _activations(shape: ModelShape, layout: Layout, tokens: float, more: int, *, is_trained: bool, recomputes: bool) -> float:
+def _activations(
+    shape: ModelShape, layout: Layout, tokens: float, more: int, *, is_trained: bool, recomputes: bool, split: Passes
+) -> float:
     """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers; `more` numbers of a token, in each layer."""
     each, layers = shape.bytes_each, math.ceil(shape.num_layers / layout.pp)
     layer = tokens * (4 * shape.hidden + (_kept_width(shape) + more) / layout.tp) * each
     head = tokens * shape.vocab / layout.tp * (each + 4 * is_trained)
     kept = 0.0
     if is_trained:
-        kept = layers * (tokens * shape.hidden * each if recomputes else layer)
+        kept = layers * (tokens * shape.hidden * each if recomputes else layer) * split.share
     gathered = 2 * _largest_block(shape, layout.ep) / layout.tp * each if layout.zero >= 3 else 0.0
-    return kept + max(layer, head) + gathered
+    return kept + max(layer, head) / split.count + gathered
 
 
 def _kept_width(shape: ModelShape) -> float:
@@ -297,22 +312,6 @@ _STEP_BYTES = 28
 """Bytes read and written for a parameter in an optimiser step: the gradient, float32 weights and two moments twice each, the weights."""
 
 
-def bubble_share(options: Mapping[str, object], *, recomputes: bool = False) -> float:
-    """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in the order that a trainer's options say.
-
-    Interleaved (`vpp`), a stage waits for a chunk in place of all its layers. With `schedule: zero-bubble` it computes gradients of weights
-    meanwhile, (pp - 1) (F + B - W); forward, gradients of what came in and those of weights count as equally long.
-
-    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1).
-
-    >>> [round(bubble_share(options), 3) for options in ({}, {"vpp": 2}, {"schedule": "zero-bubble"})]
-    [1.0, 0.5, 0.333]
-    """
-    passes = 4 if recomputes else 3
-    left = (passes - 2) / passes if options.get("schedule") == ZERO_BUBBLE else 1.0
-    return left / chunks_of(options)
-
-
 def train_cost(
     shape: ModelShape,
     pool: Pool,
@@ -321,7 +320,7 @@ def train_cost(
     microbatch_tokens: float,
     is_trained: bool,
     recomputes: bool,
-    bubble: float = 1.0,
+    split: Passes | None = None,
     has_whole_experts: bool = False,
     gathers_keys: bool = False,
 ) -> TrainCost:
@@ -329,7 +328,7 @@ def train_cost(
 
     Args:
         has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`. gathers_keys: as of `ParallelLayouts.gathers_keys`.
-        bubble: as of `bubble_share`.
+        split: how micro-batches pass through stages; by default in as many parts as there are stages.
     """
     device = pool.device
     devices = layout.num_devices
@@ -358,15 +357,15 @@ def train_cost(
     # Frozen weights have no gradient, so one pass less. The adapters take part in all passes.
     adapters = 2 * shape.active_adapter_parameters
     trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
-    update = PassCost(
-        fixed_s=(device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s) / layout.dp,
-        token_s=trained_work / (update_rate * peak) + passes * (token_comm_s + moved_s),
-        token2_s=passes * work2 / (update_rate * peak),
-    )
+    token_s = trained_work / (update_rate * peak) + passes * (token_comm_s + moved_s)
+    fixed_s = device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s
+    read_s = passes * sum(shards(shape, layout)) * shape.bytes_each / pool.step_bytes_s
+    split = split or passes_of(layout, layout.pp, {}, recomputes=recomputes)
+    excess_s = passes_excess_s(layout, split, microbatch_tokens * token_s * layout.dp, read_s, fixed_s)
+    update = PassCost(excess_s / layout.dp, token_s, token2_s=passes * work2 / (update_rate * peak))
     # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
     reduced_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
-    bubble_s = bubble * (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
-    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout) + bubble_s)
+    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout))
 
 
 def pass_rates(pool: Pool, layout: Layout) -> tuple[float, float]:
@@ -523,6 +522,8 @@ DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
 
 _MUCH_CACHE = 0.25
 """Share of a device's memory above which a KV cache is tried at half its size, too."""
+_MOST_DOUBLED = 7
+"""How often the parts of a micro-batch that are tried are doubled, from as many as stages on."""
 _MUCH_ACTIVATIONS = 0.5
 """Share of a device's memory above which a trainer's activations are tried recomputed, too."""
 
@@ -549,7 +550,7 @@ def _memoised(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def _is_as_told(layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
     """Whether a trainer's layout has the degrees that its options in the spec say."""
-    told = {degree: options[name] for degree, name in offers.options if name in options}
+    told = {degree: options[name] for degree, name in offers.options if name in options and degree != "micro_batches"}
     return all(getattr(layout, degree) == (bool(value) if degree == "offload" else value) for degree, value in told.items())
 
 
@@ -625,6 +626,8 @@ class ModelledCosts(Costs):
         if engine.kind == "rollout":
             return (*legal, *self._over_nodes(engine, num_devices, per_node))
         options = self._spec.train.options
+        if told := self._told_passes(engine):
+            options = {**options, "micro_batches": told}
         accepted = [layout for layout in legal if _is_as_told(layout, offers, options) and is_accepted(shape, layout, offers, options)]
         return tuple(self._with_recomputed(engine, pool, accepted))
 
@@ -684,8 +687,39 @@ class ModelledCosts(Costs):
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return self._train(self._first_like(engine), pool, layout)
 
+    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        return self._micro_batches(self._first_like(engine), pool, layout) if engine.kind == "train" else 1
+
     @_memoised
+    def _micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        """The number of parts that takes least, of those whose activations fit; what the spec says, or as many as stages, otherwise."""
+        told = self._told_passes(engine)
+        if layout.pp == 1:
+            return 1
+        if told or "micro_batches" not in dict(self._offers["train"].options):
+            return told or layout.pp
+        most = max(layout.pp, self._microbatch_tokens(engine.role) / max(self.extent(engine.role).sample, 1.0))
+        counts = [layout.pp << i for i in range(_MOST_DOUBLED) if layout.pp << i <= most]
+
+        def cost(count: int) -> tuple[bool, float]:
+            is_short = self._footprint_in(engine, layout, count).device_bytes > self.device_bytes(pool)
+            return is_short, -count if is_short else self._train_in(engine, pool, layout, count).update.fixed_s
+
+        return min(counts, key=cost)
+
+    def _told_passes(self, engine: EngineId) -> int:
+        """The number of parts that the spec's options or pin say; 0: neither."""
+        given = self._spec.train.options.get("micro_batches") or self._spec.pin_of(engine.role, engine.kind).layout.micro_batches
+        return int(str(given)) if is_count(given) else 0
+
+    def _passes(self, layout: Layout, count: int) -> Passes:
+        return passes_of(layout, count, self._spec.train.options, recomputes=self._recomputes or layout.recompute)
+
     def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
+        return self._train_in(engine, pool, layout, self._micro_batches(engine, pool, layout))
+
+    @_memoised
+    def _train_in(self, engine: EngineId, pool: str, layout: Layout, count: int) -> TrainCost:
         return train_cost(
             self.shape(engine),
             self._pools[pool],
@@ -693,7 +727,7 @@ class ModelledCosts(Costs):
             microbatch_tokens=self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
-            bubble=bubble_share(self._spec.train.options, recomputes=self._recomputes or layout.recompute),
+            split=self._passes(layout, count),
             has_whole_experts=self._offers["train"].keeps_experts_whole,
             gathers_keys=self._offers["train"].gathers_keys,
         )
@@ -707,7 +741,8 @@ class ModelledCosts(Costs):
     def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
         if engine.kind == "rollout":
             return self._rollout_footprint(engine, pool, layout)
-        return self._train_footprint(self._first_like(engine), layout)
+        first = self._first_like(engine)
+        return self._footprint_in(first, layout, self._micro_batches(first, pool, layout))
 
     @_memoised
     def _rollout_footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
@@ -715,7 +750,7 @@ class ModelledCosts(Costs):
         return rollout_footprint(self.shape(engine), layout, self.extent(engine.role), running)
 
     @_memoised
-    def _train_footprint(self, engine: EngineId, layout: Layout) -> Footprint:
+    def _footprint_in(self, engine: EngineId, layout: Layout, count: int) -> Footprint:
         return train_footprint(
             self.shape(engine),
             layout,
@@ -723,14 +758,16 @@ class ModelledCosts(Costs):
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
             gathers_keys=self._offers["train"].gathers_keys,
+            split=self._passes(layout, count),
         )
 
     @_memoised
     def _first_like(self, engine: EngineId) -> EngineId:
         """The first trainer with the same costs (a policy's critic has the policy's shape)."""
 
-        def what(one: EngineId) -> tuple[ModelShape, float, bool]:
-            return self.shape(one), self._microbatch_tokens(one.role), self.is_trained(one)
+        def what(one: EngineId) -> tuple[ModelShape, float, float, bool, int]:
+            tokens = self._microbatch_tokens(one.role), self.extent(one.role).sample
+            return self.shape(one), *tokens, self.is_trained(one), self._told_passes(one)
 
         mine = what(engine)
         return next((one for one in self._workload.engines if one.kind == "train" and what(one) == mine), engine)

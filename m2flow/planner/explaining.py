@@ -75,7 +75,7 @@ def held_lines(choice: Choice, *, is_full: bool = False) -> list[str]:
         shown = in_columns(rows)
         if left > 0:
             shown = [*shown[: _MOST_STAGES - 1], f"  and {left} stages more (--full)", shown[-1]]
-        lines += [f"stages of {engine}:", *shown] if rows else []
+        lines += [f"stages of {engine}, {_passes(choice, engine)}:", *shown] if rows else []
         some = [part for part in parts if part.experts is not None]
         if is_full:
             lines += [f"experts of {engine}:"] * bool(some)
@@ -89,6 +89,11 @@ def held_lines(choice: Choice, *, is_full: bool = False) -> list[str]:
             more = f"; and {len(others) - 1} parts more (--full)" if len(others) > 1 else ""
             lines.append(f"experts of {engine}: {'; '.join(said)}{more}")
     return lines
+
+
+def _passes(choice: Choice, engine: EngineId) -> str:
+    count = next(placement.micro_batches for placement in choice.placements if placement.engine == engine)
+    return f"each micro-batch in {count} parts"
 
 
 _Key = TypeVar("_Key")
@@ -262,6 +267,7 @@ def as_document(choice: Choice) -> dict[str, object]:
         "placement": {
             call: {
                 "devices": [f"{placement.pool or 'local'}:{i}" for i in placement.devices],
+                "micro_batches": placement.micro_batches,
                 "layout": {
                     name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload", "recompute")
                 },

@@ -3,7 +3,8 @@
     devices.yaml, the user's own files --device_list--> DeviceList --find--> Device
     efficiencies.yaml, a spec's `costs:` file --attained_by--> Attained, what an engine makes of them
     ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, an optimiser step
-    ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts
+    ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts, those that its options allow: is_accepted
+    Layout, options of the engine --passes_of--> Passes, how its stages work
 
 Device files have one format. They are read in this order, a later one adding to and replacing entries of an earlier one: the built-in
 list, `~/.config/m2flow/devices.yaml` (or under `$XDG_CONFIG_HOME`), the file that the cluster spec names (`devices`). Attainable fractions
@@ -28,7 +29,7 @@ from typing import TypeVar
 import msgspec
 import yaml
 
-from m2flow.engines.contract import ParallelLayouts
+from m2flow.engines.contract import ZERO_BUBBLE, ParallelLayouts
 from m2flow.engines.registry import capabilities_of, engines
 from m2flow.errors import EngineError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout
@@ -638,6 +639,67 @@ def adds_adapters(engine: str) -> bool:
     """Whether a rollout engine can receive adapters alone in a weight sync."""
     can = capabilities_of(engine, "rollout", {})
     return can is not None and can.lora
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a micro-batch goes through the stages of a pipeline: in `count` parts, of which a stage holds up to `held` at once."""
+
+    count: int = 1
+    held: float = 1.0
+    bubble: float = 1.0
+    """As of `bubble_share`."""
+
+    @property
+    def share(self) -> float:
+        """The share of a micro-batch whose activations a stage keeps."""
+        return min(self.held, self.count) / self.count
+
+
+def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, recomputes: bool) -> Passes:
+    """The passes of a pipeline in `count` parts a micro-batch, in the order that a trainer's options say.
+
+    Source:
+        In flight at the first stage: as many passes as stages (1F1B); interleaved, 2 (pp - 1) + (v - 1) pp + 1 of a v-th of its layers
+        (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    >>> passes_of(Layout(pp=4), 8, {"vpp": 2}, recomputes=False)
+    Passes(count=8, held=5.5, bubble=0.5)
+    """
+    chunks = chunks_of(options)
+    held = (2 * (layout.pp - 1) + (chunks - 1) * layout.pp + 1) / chunks if chunks > 1 else layout.pp
+    return Passes(count, float(held), bubble_share(options, recomputes=recomputes))
+
+
+def passes_excess_s(layout: Layout, passes: Passes, stage_s: float, read_s: float, fixed_s: float) -> float:
+    """Seconds that a micro-batch takes a replica beyond the work of its tokens.
+
+        (k + bubble (pp - 1)) (max(S / k, R) + c) - S        k passes, and those that each stage waits for
+
+    Args:
+        stage_s: S, the work of a stage on the whole micro-batch. read_s: R, its weights read from memory in a pass: small matrix products
+            take as long. fixed_s: c, launches and what ZeRO moves in a pass.
+    """
+    if layout.pp == 1:
+        return fixed_s
+    turns = passes.count + passes.bubble * (layout.pp - 1)
+    return turns * (max(stage_s / passes.count, read_s) + fixed_s) - stage_s
+
+
+def bubble_share(options: Mapping[str, object], *, recomputes: bool = False) -> float:
+    """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in the order that a trainer's options say.
+
+    Interleaved (`vpp`), a stage waits for a chunk in place of all its layers. With `schedule: zero-bubble` it computes gradients of weights
+    meanwhile, (pp - 1) (F + B - W); forward, gradients of what came in and those of weights count as equally long.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1).
+
+    >>> [round(bubble_share(options), 3) for options in ({}, {"vpp": 2}, {"schedule": "zero-bubble"})]
+    [1.0, 0.5, 0.333]
+    """
+    passes = 4 if recomputes else 3
+    left = (passes - 2) / passes if options.get("schedule") == ZERO_BUBBLE else 1.0
+    return left / chunks_of(options)
 
 
 def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:

@@ -696,6 +696,9 @@ class ProfiledCosts(Costs):
     def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
         return self.modelled.arithmetic(engine, pool, layout)
 
+    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        return self.modelled.micro_batches(engine, pool, layout)
+
     def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
         return self.modelled.held_parts(engine, layout)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from m2flow.engines.contract import ParallelLayouts
 from m2flow.errors import EngineError, ModelError, SpecError
-from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
-from m2flow.planner.cost_model import ModelledCosts, bubble_share, shapes_of
+from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout, PassCost
+from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named, zoo
-from m2flow.planner.pools import GIB, legal_layouts, offered
+from m2flow.planner.pools import GIB, bubble_share, legal_layouts, offered
 from m2flow.planner.workload import CallLoad, Extent, Workload
 from m2flow.recipe import Lora, Model
 from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec, WeightsSpec
@@ -477,15 +477,18 @@ def test_an_order_of_stages_with_a_shorter_wait_moves_the_choice_to_stages() -> 
 
 
 def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
-    def step_s(options: Mapping[str, object], pp: int) -> float:
-        asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192, options=dict(options)))
-        return asked.train(TRAIN, "main", Layout(pp=pp, dp=8 // pp, zero=3)).optimizer_s
+    def update(options: Mapping[str, object], pp: int) -> PassCost:
+        asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192, options={"micro_batches": 4, **options}))
+        return asked.train(TRAIN, "main", Layout(pp=pp, dp=8 // pp, zero=3)).update
 
-    asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192))
-    wait_s = 3 * 16_384 * asked.train(TRAIN, "main", Layout(pp=4, dp=2, zero=3)).update.token_s * 2
+    # Four parts, and what three stages wait for: replica seconds of a part are those of its tokens on a stage, and its own.
+    plain, replicas = update({}, 4), 2
+    of_tokens_s = 16_384 * plain.token_s * replicas / 4
+    own_s = (plain.fixed_s * replicas - 3 * of_tokens_s) / 7
+    assert 0 < own_s < of_tokens_s
     for options, share in (({"vpp": 2}, 1 / 2), (ZERO_BUBBLE, 1 / 3), ({"vpp": 2, **ZERO_BUBBLE}, 1 / 6)):
-        assert step_s({}, 4) - step_s(options, 4) == pytest.approx((1 - share) * wait_s)
-        assert step_s({}, 1) == step_s(options, 1)
+        assert plain.fixed_s - update(options, 4).fixed_s == pytest.approx((1 - share) * 3 * (of_tokens_s + own_s) / replicas)
+        assert update({}, 1) == update(options, 1)
     assert bubble_share(ZERO_BUBBLE, recomputes=True) == 1 / 2
 
 

@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from m2flow.engines.distributed import layers_of_stages
+from m2flow.engines.registry import train_options
+from m2flow.micro.controller.online_replanning import pinned_to
+from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol.cost_terms import EngineId, Layout
-from m2flow.micro.protocol.plan import Choice
+from m2flow.micro.protocol.plan import Choice, EngineSlot
 from m2flow.planner.cost_model import ModelledCosts
 from m2flow.planner.explaining import as_document, explain
 from m2flow.planner.model_shapes import shape_named
@@ -49,8 +52,9 @@ def planned(spec: ClusterSpec, model: str) -> Choice:
 
 def test_a_plan_with_stages_says_their_ranks_and_layers() -> None:
     choice = planned(cluster("fsdp", {"tp": 1, "pp": 2, "sp": 1, "dp": 4}), "Qwen2.5-7B")
-    text = explain(choice)
-    assert "stages of policy.train:\n  stage 0:  ranks 0-3  layers 0-13   embedding\n  stage 1:  ranks 4-7  layers 14-27  head" in text
+    lines = explain(choice).splitlines()
+    first = lines.index("stages of policy.train, each micro-batch in 4 parts:")
+    assert lines[first + 1 : first + 3] == ["  stage 0:  ranks 0-3  layers 0-13   embedding", "  stage 1:  ranks 4-7  layers 14-27  head"]
     assert msgspec.json.decode(msgspec.json.encode(choice), type=Choice) == choice
     document: Any = as_document(choice)
     assert [part["layers"] for part in document["held"]] in ([[[0, 14]], [[14, 28]]], [((0, 14),), ((14, 28),)])
@@ -108,3 +112,85 @@ def test_a_layout_whose_ranks_hold_the_same_says_nothing() -> None:
     choice = planned(cluster("fsdp", {"tp": 1, "pp": 1, "sp": 1, "dp": 8}), "Qwen2.5-7B")
     assert choice.held == ()
     assert "stages of" not in explain(choice)
+
+
+# ---- parts of a micro-batch
+
+
+def trained(
+    options: dict[str, Any] | None = None, pin: dict[str, int] | None = None, budget: int = 65_536, engine: str = "fsdp"
+) -> ModelledCosts:
+    spec = cluster(engine, pin or {}, options)
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"token_budget": budget})})
+    return costs(spec, "Qwen2.5-7B")
+
+
+PIPELINE = Layout(pp=4, dp=2, zero=3)
+
+
+def test_the_number_of_parts_takes_least_of_those_that_fit() -> None:
+    asked = trained()
+    chosen = asked.micro_batches(TRAIN, "main", PIPELINE)
+    seconds = {count: trained({"micro_batches": count}).train(TRAIN, "main", PIPELINE).update.fixed_s for count in (4, 8, 16, 32)}
+    kept = {count: trained({"micro_batches": count}).footprint(TRAIN, "main", PIPELINE).activations for count in (4, 8, 16, 32)}
+    assert sorted(kept.values(), reverse=True) == list(kept.values())
+    assert kept[8] < 0.55 * kept[4]
+    fitting = [
+        count
+        for count in seconds
+        if trained({"micro_batches": count}).footprint(TRAIN, "main", PIPELINE).device_bytes <= asked.device_bytes("main")
+    ]
+    assert chosen == min(fitting, key=seconds.__getitem__)
+    assert asked.train(TRAIN, "main", PIPELINE).update.fixed_s == seconds[chosen]
+
+
+def test_more_parts_wait_less_until_their_matrices_are_too_small() -> None:
+    """Of a micro-batch of 1,024 tokens, parts that read weights longer than they compute are not smaller still."""
+    small, large = (trained(budget=budget, engine="megatron") for budget in (8192, 262_144))
+    layout = Layout(pp=4, dp=2, zero=1)
+    assert small.micro_batches(TRAIN, "main", layout) == 4
+    assert large.micro_batches(TRAIN, "main", layout) > 8
+    assert small.micro_batches(TRAIN, "main", Layout(dp=8, zero=1)) == 1
+
+
+def test_memory_demands_more_parts_than_time_does() -> None:
+    asked = trained(budget=131_072)
+    chosen = asked.micro_batches(TRAIN, "main", PIPELINE)
+    fewer = trained({"micro_batches": 4}, budget=131_072)
+    assert fewer.footprint(TRAIN, "main", PIPELINE).device_bytes > asked.device_bytes("main")
+    assert asked.footprint(TRAIN, "main", PIPELINE).device_bytes <= asked.device_bytes("main")
+    assert chosen > 4
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_trainer_is_told_the_number_of_parts_that_the_plan_prints(engine: str) -> None:
+    spec = cluster(engine, {"tp": 1, "pp": 4, "sp": 1, "dp": 2})
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"token_budget": 65_536})})
+    choice = planned(spec, "Qwen2.5-7B")
+    (placement,) = [placement for placement in choice.placements if placement.engine == TRAIN]
+    count = placement.micro_batches
+    assert count > 4
+    assert f"stages of policy.train, each micro-batch in {count} parts:" in explain(choice)
+    document: Any = as_document(choice)
+    assert document["placement"]["policy.update"]["micro_batches"] == count
+    (slot,) = [slot for worker in workers_of_choice(choice, spec, "cuda:0") for slot in worker.engines if slot.kind == "train"]
+    assert msgspec.json.decode(msgspec.json.encode(slot), type=EngineSlot) == slot
+    assert train_options(engine, {}, slot.planned)["micro_batches"] == count
+    assert train_options(engine, {"micro_batches": 12}, slot.planned)["micro_batches"] == 12
+    pinned = pinned_to(choice, spec.model_copy(update={"pin": {}}))
+    assert pinned.pin_of("policy", "train").layout.micro_batches == count
+
+
+@pytest.mark.parametrize(("options", "pin"), [({"micro_batches": 12}, {}), ({}, {"micro_batches": 12})], ids=["options", "pin"])
+def test_what_a_spec_says_of_parts_binds_the_plan(options: dict[str, Any], pin: dict[str, int]) -> None:
+    choice = planned(cluster("fsdp", {"tp": 1, "pp": 4, "sp": 1, "dp": 2, **pin}, options), "Qwen2.5-7B")
+    assert [placement.micro_batches for placement in choice.placements if placement.engine == TRAIN] == [12]
+    assert trained(options, pin).micro_batches(TRAIN, "main", PIPELINE) == 12
+
+
+def test_parts_that_chunks_of_stages_can_t_have_are_not_planned() -> None:
+    def stages(options: dict[str, Any], pin: dict[str, int]) -> set[int]:
+        return {layout.pp for layout in trained(options, pin).layouts(TRAIN, "main", 8)}
+
+    assert stages({"vpp": 2}, {"micro_batches": 6}) == {1, 2}
+    assert stages({}, {"micro_batches": 6}) == {1, 2, 4, 8}

@@ -68,6 +68,8 @@ def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec)
         degrees = {name: getattr(layout, name) for name in _TRAINERS} | {"is_searched": True} if spec.pools else {}
         if spec.pools and layout.num_sharing > 1:
             degrees["zero"] = layout.zero
+        if spec.pools:
+            degrees["micro_batches"] = placement.micro_batches
         return msgspec.structs.replace(slot, **degrees, recompute=layout.recompute or is_planned_for)
     if not spec.pools:
         return slot

@@ -337,6 +337,10 @@ class Costs(ABC):
         """Return what a token costs; None where only times are known."""
         return None
 
+    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        """In how many parts a micro-batch of a trainer passes through its stages; 1: there is one stage, or it is not known."""
+        return 1
+
     def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
         """What the ranks of a trainer hold, those that hold the same together; empty if all hold the same, or it is not known."""
         return ()

@@ -50,6 +50,9 @@ class Placement(msgspec.Struct, frozen=True):
     onload_at: float = msgspec.field(default=0.0, name="comes_at")
     """Share of the samples before it that have ended when a swapped trainer onloads, while others still run. 0: all."""
 
+    micro_batches: int = 1
+    """Parts in which a micro-batch of a trainer passes through its stages."""
+
     @property
     def devices(self) -> range:
         return range(self.first_device, self.first_device + self.num_devices)
@@ -177,6 +180,8 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """ZeRO stage of a trainer's replicas; None: its own."""
     offload: bool = False
     """Whether a trainer's optimiser is in the host's memory."""
+    micro_batches: int = 1
+    """Parts in which a micro-batch of a trainer passes through its stages."""
     is_searched: bool = False
     """Whether a search chose these degrees of a trainer, those that are 1 too."""
 
@@ -184,7 +189,7 @@ class EngineSlot(msgspec.Struct, frozen=True):
     def planned(self) -> dict[str, int | bool]:
         """What a plan says of a trainer's layout, beyond one device."""
         plain = EngineSlot(self.role, self.kind, self.engine)
-        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute", "is_searched")
+        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute", "micro_batches", "is_searched")
         return {name: value for name in names if (value := getattr(self, name)) != getattr(plain, name)}
 
     @property
@@ -562,7 +567,11 @@ def _turn(slot: EngineSlot) -> str:
 
 def _degrees(slot: EngineSlot) -> str:
     degrees = [f", {name} {slot.planned[name]}" for name in ("tp", "pp", "sp", "ep", "zero") if name in slot.planned]
-    return "".join(degrees) + ", optimizer offloaded" * slot.offload + ", layers recomputed" * slot.recompute
+    return "".join(degrees) + ", optimizer offloaded" * slot.offload + _passes(slot) + ", layers recomputed" * slot.recompute
+
+
+def _passes(slot: EngineSlot) -> str:
+    return f", micro-batches in {slot.micro_batches} parts" if slot.micro_batches > 1 else ""
 
 
 def _how(stage: Stage) -> str:
