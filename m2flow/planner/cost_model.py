@@ -698,7 +698,7 @@ class ModelledCosts(Costs):
             return 1
         if told or "micro_batches" not in dict(self._offers["train"].options):
             return told or layout.pp
-        most = max(layout.pp, self._microbatch_tokens(engine.role) / max(self.extent(engine.role).sample, 1.0))
+        most = max(layout.pp, self._usual_tokens(engine.role) / max(self.extent(engine.role).sample, 1.0))
         counts = [layout.pp << i for i in range(_MOST_DOUBLED) if layout.pp << i <= most]
 
         def cost(count: int) -> tuple[bool, float]:
@@ -724,7 +724,7 @@ class ModelledCosts(Costs):
             self.shape(engine),
             self._pools[pool],
             layout,
-            microbatch_tokens=self._microbatch_tokens(engine.role),
+            microbatch_tokens=self._usual_tokens(engine.role),
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
             split=self._passes(layout, count),
@@ -889,8 +889,12 @@ class ModelledCosts(Costs):
         limit = min(self._spec.rollout.max_running, max(1, -(-self._samples.get(engine.role, 1) // layout.dp)))
         return most_running(self.shape(engine), layout, self.extent(engine.role), self._pools[pool].memory_bytes, limit)
 
+    def _usual_tokens(self, role: str) -> float:
+        """Tokens of most micro-batches: their budget, or a sample of mean length."""
+        return max(self._spec.train.token_budget, self.extent(role).sample)
+
     def _microbatch_tokens(self, role: str) -> float:
-        """Tokens of a micro-batch: its budget, or the longest sample, which then has one of its own."""
+        """Tokens of the largest micro-batch: its budget, or the longest sample, which then has one of its own."""
         return max(self._spec.train.token_budget, self.extent(role).longest)
 
 
