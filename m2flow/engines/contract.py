@@ -298,14 +298,6 @@ Tensor = Any
 # ---- capabilities and settings
 
 
-ONE_F_ONE_B, ZERO_BUBBLE = "1f1b", "zero-bubble"
-"""Orders in which the stages of a trainer compute: values of its option `schedule`."""
-STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Values of `model_type` whose experts `fsdp` can split over ranks."""
-STAGED = ("llama", "qwen2", "qwen3", *STACKED)
-"""Values of `model_type` whose layers `fsdp` can spread over stages."""
-
-
 @dataclass(frozen=True)
 class ParallelLayouts:
     """The largest degree of each kind of parallelism that an engine supports; None: any. By default one device.
@@ -332,25 +324,22 @@ class ParallelLayouts:
     divides_layers: bool = False
     """Stages must divide the layers: none has more than another."""
     keeps_experts_whole: bool = False
-    """A trainer spreads experts over `tp * ep` devices by their number, where others split each over `tp`; their widths are shared out
-    evenly over the replicas that have the same ones."""
+    """A trainer spreads experts over `tp * ep` devices by number, where others split each over `tp`; replicas share out their widths."""
     gathers_keys: bool = False
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
     excludes: tuple[tuple[str, ...], ...] = ()
-    """What a trainer refuses together. Of its layout: degrees beyond one (`tp`), `zero 0` of several replicas or its option,
-    `offload`, `recompute`; of the model: `experts`, `latent`, `adapters`, `half` (passes below float32); of its options in the spec:
-    `name: value`."""
+    """Words that a trainer refuses together: of a layout (`tp`: above 1, `zero 0`: where replicas could share, `offload`), of a model
+    (`experts`, `latent`, `adapters`, `half`: computed below float32), and of its options (`name: value`)."""
     families: tuple[tuple[Literal["tp", "pp", "sp", "ep"], tuple[str, ...]], ...] = ()
     """Values of `model_type` that a degree is for, where it is not for all."""
     recomputes: Literal["never", "where needed", "always"] = "never"
-    """When a plan has a trainer keep only the input of each layer, and compute the rest again in the backward pass: where a device's memory
-    demands it, or always."""
+    """When a plan has a trainer keep only the input of each layer, and compute the rest again: where memory demands it, or always."""
     recompute_option: tuple[str, bool | str] = ("recompute", True)
     """The option that tells it to, and its value. Where a spec has the option, plans go by that."""
     options: tuple[tuple[Literal["tp", "pp", "sp", "ep", "zero", "offload", "micro_batches"], str], ...] = ()
     """What a trainer's degrees are called among its options. Where a spec has such an option, plans go by that; else a run by the plan."""
     of_stages: tuple[str, ...] = ()
-    """Options of a trainer in stages. A run whose plan has one stage leaves them out."""
+    """Options that a run whose plan has one stage leaves out."""
 
     @property
     def has_replicas_alone(self) -> bool:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, fields
 from typing import cast, get_args
 
 from m2flow.engines.contract import (
-    STACKED,
-    STAGED,
     Capabilities,
     Engine,
     EngineKind,
@@ -91,6 +89,12 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+ONE_F_ONE_B, ZERO_BUBBLE = "1f1b", "zero-bubble"
+"""Orders in which the stages of a trainer compute: values of its option `schedule`."""
+STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` whose experts `fsdp` can split over ranks."""
+STAGED = ("llama", "qwen2", "qwen3", *STACKED)
+"""Values of `model_type` whose layers `fsdp` can spread over stages."""
 _DEVICES = ("cpu", "cuda")
 _CONSTRAINTS = ("regex", "json_schema", "grammar")
 """Refused by servers: the log-probabilities that they return under a constraint are not the model's own but those of the tokens left."""

@@ -19,7 +19,7 @@ import numpy as np
 from m2flow.micro.protocol.cost_terms import HeldPart
 from m2flow.micro.protocol.plan import Bound, CallWork, Placement, TimeTerm
 from m2flow.planner.dynamic_program import LENT, Limits
-from m2flow.planner.plan_tree import Leaf, Node, Pair, leaf_names, leaves_of
+from m2flow.planner.plan_tree import Leaf, Node, Pair, leaf_names, leaves_of, with_early_onload
 from m2flow.planner.problem import (
     Problem,
     call_times,
@@ -434,8 +434,9 @@ def _seconds(parts: Iterable[TimeTerm]) -> dict[str, float]:
 # ---- trainers
 
 
-def with_passes(problem: Problem, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Set on placements in how many parts micro-batches pass through stages."""
+def settled(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Set on placements when trainers are onloaded, and in how many parts micro-batches pass through stages."""
+    placements = with_early_onload(problem, placements)
     counts = (problem.costs.micro_batches(one.engine, one.pool, one.layout) for one in placements)
     return tuple(msgspec.structs.replace(one, micro_batches=count) for one, count in zip(placements, counts, strict=True))
 

@@ -29,8 +29,8 @@ from typing import TypeVar
 import msgspec
 import yaml
 
-from m2flow.engines.contract import ZERO_BUBBLE, ParallelLayouts
-from m2flow.engines.registry import capabilities_of, engines
+from m2flow.engines.contract import ParallelLayouts
+from m2flow.engines.registry import ZERO_BUBBLE, capabilities_of, engines
 from m2flow.errors import EngineError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout
 from m2flow.planner.model_shapes import ModelShape

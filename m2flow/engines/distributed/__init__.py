@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from m2flow.engines.contract import ONE_F_ONE_B, STACKED, STAGED, ZERO_BUBBLE
+from m2flow.engines.registry import ONE_F_ONE_B, STACKED, STAGED, ZERO_BUBBLE
 from m2flow.errors import EngineError, did_you_mean
 from m2flow.recipe import Model, is_count
 

@@ -85,9 +85,6 @@ from torch.distributed.tensor import Shard
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     NUM_SHARED,
-    STACKED,
-    STAGED,
-    ZERO_BUBBLE,
     Agreement,
     EngineSettings,
     HeldCheckpoint,
@@ -106,7 +103,7 @@ from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, grou
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
 from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Mixture, beside_experts
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
-from m2flow.engines.registry import built_in
+from m2flow.engines.registry import STACKED, STAGED, ZERO_BUBBLE, built_in
 from m2flow.errors import EngineError, InternalError, M2FlowError, unexpected
 from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Loss, Model, Optimizer
 from m2flow.samples import Batch
