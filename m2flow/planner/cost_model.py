@@ -201,7 +201,7 @@ def _activations(
     if is_trained:
         kept = layers * (tokens * shape.hidden * each if recomputes else layer) * split.share
     gathered = 2 * _largest_block(shape, layout.ep) / layout.tp * each if layout.zero >= 3 else 0.0
-    return kept + max(layer, head) / split.count + gathered
+    return kept + max(layer, head) * split.part + gathered
 
 
 def _kept_width(shape: ModelShape) -> float:
@@ -712,8 +712,8 @@ class ModelledCosts(Costs):
         given = self._spec.train.options.get("micro_batches") or self._spec.pin_of(engine.role, engine.kind).layout.micro_batches
         return int(str(given)) if is_count(given) else 0
 
-    def _passes(self, layout: Layout, count: int) -> Passes:
-        return passes_of(layout, count, self._spec.train.options, recomputes=self._recomputes or layout.recompute)
+    def _passes(self, layout: Layout, count: int, longest: float = 0.0) -> Passes:
+        return passes_of(layout, count, self._spec.train.options, recomputes=self._recomputes or layout.recompute, longest=longest)
 
     def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return self._train_in(engine, pool, layout, self._micro_batches(engine, pool, layout))
@@ -758,16 +758,16 @@ class ModelledCosts(Costs):
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
             gathers_keys=self._offers["train"].gathers_keys,
-            split=self._passes(layout, count),
+            split=self._passes(layout, count, self.extent(engine.role).longest / self._microbatch_tokens(engine.role)),
         )
 
     @_memoised
     def _first_like(self, engine: EngineId) -> EngineId:
         """The first trainer with the same costs (a policy's critic has the policy's shape)."""
 
-        def what(one: EngineId) -> tuple[ModelShape, float, float, bool, int]:
-            tokens = self._microbatch_tokens(one.role), self.extent(one.role).sample
-            return self.shape(one), *tokens, self.is_trained(one), self._told_passes(one)
+        def what(one: EngineId) -> tuple[ModelShape, float, Extent, bool, int]:
+            lengths = self._microbatch_tokens(one.role), self.extent(one.role)
+            return self.shape(one), *lengths, self.is_trained(one), self._told_passes(one)
 
         mine = what(engine)
         return next((one for one in self._workload.engines if one.kind == "train" and what(one) == mine), engine)

@@ -649,14 +649,21 @@ class Passes:
     held: float = 1.0
     bubble: float = 1.0
     """As of `bubble_share`."""
+    longest: float = 0.0
+    """The share of a micro-batch that its longest sample is, which is not cut."""
+
+    @property
+    def part(self) -> float:
+        """The share of a micro-batch that its largest part is."""
+        return max(1 / self.count, self.longest)
 
     @property
     def share(self) -> float:
         """The share of a micro-batch whose activations a stage keeps."""
-        return min(self.held, self.count) / self.count
+        return max(min(self.held, self.count) / self.count, self.longest)
 
 
-def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, recomputes: bool) -> Passes:
+def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, recomputes: bool, longest: float = 0.0) -> Passes:
     """The passes of a pipeline in `count` parts a micro-batch, in the order that a trainer's options say.
 
     Source:
@@ -664,11 +671,11 @@ def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, reco
         (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     >>> passes_of(Layout(pp=4), 8, {"vpp": 2}, recomputes=False)
-    Passes(count=8, held=5.5, bubble=0.5)
+    Passes(count=8, held=5.5, bubble=0.5, longest=0.0)
     """
     chunks = chunks_of(options)
     held = (2 * (layout.pp - 1) + (chunks - 1) * layout.pp + 1) / chunks if chunks > 1 else layout.pp
-    return Passes(count, float(held), bubble_share(options, recomputes=recomputes))
+    return Passes(count, float(held), bubble_share(options, recomputes=recomputes), longest)
 
 
 def passes_excess_s(layout: Layout, passes: Passes, stage_s: float, read_s: float, fixed_s: float) -> float:

@@ -162,6 +162,12 @@ def test_memory_demands_more_parts_than_time_does() -> None:
     assert chosen > 4
 
 
+def test_a_sample_is_not_cut_so_parts_hold_the_longest_one_at_the_least() -> None:
+    many, more = (trained({"micro_batches": count}).footprint(TRAIN, "main", PIPELINE).activations for count in (32, 256))
+    few = trained({"micro_batches": 16}).footprint(TRAIN, "main", PIPELINE).activations
+    assert few > many == more  # A sample of 8,192 tokens is an eighth of a micro-batch.
+
+
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
 def test_a_trainer_is_told_the_number_of_parts_that_the_plan_prints(engine: str) -> None:
     spec = cluster(engine, {"tp": 1, "pp": 4, "sp": 1, "dp": 2})
