@@ -328,7 +328,8 @@ def train_cost(
 
     Args:
         has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`. gathers_keys: as of `ParallelLayouts.gathers_keys`.
-        split: how micro-batches pass through stages; by default in as many parts as there are stages.
+        split: how each micro-batch passes through stages, which are empty after it (`fsdp`, `megatron`). None: micro-batches of a step
+            follow each other (1F1B), so that stages wait once a step, as in published runs of other systems.
     """
     device = pool.device
     devices = layout.num_devices
@@ -360,12 +361,15 @@ def train_cost(
     token_s = trained_work / (update_rate * peak) + passes * (token_comm_s + moved_s)
     fixed_s = device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s
     read_s = passes * sum(shards(shape, layout)) * shape.bytes_each / pool.step_bytes_s
-    split = split or passes_of(layout, layout.pp, {}, recomputes=recomputes)
-    excess_s = passes_excess_s(layout, split, microbatch_tokens * token_s * layout.dp, read_s, fixed_s)
-    update = PassCost(excess_s / layout.dp, token_s, token2_s=passes * work2 / (update_rate * peak))
+    stage_s, once_s = microbatch_tokens * token_s * layout.dp, 0.0
+    if split is None:
+        once_s = (layout.pp - 1) * stage_s
+    else:
+        fixed_s = passes_excess_s(layout, split, stage_s, read_s, fixed_s)
+    update = PassCost(fixed_s / layout.dp, token_s, token2_s=passes * work2 / (update_rate * peak))
     # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
     reduced_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
-    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout))
+    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout) + once_s)
 
 
 def pass_rates(pool: Pool, layout: Layout) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from m2flow.errors import EngineError, ModelError, SpecError
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout, PassCost
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named, zoo
-from m2flow.planner.pools import GIB, bubble_share, legal_layouts, offered
+from m2flow.planner.pools import GIB, Passes, bubble_share, legal_layouts, offered
 from m2flow.planner.workload import CallLoad, Extent, Workload
 from m2flow.recipe import Lora, Model
 from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec, WeightsSpec
@@ -429,16 +429,18 @@ def test_a_pipeline_waits_for_its_first_micro_batch_and_sequence_parallelism_exc
     shape = shape_named("Qwen2.5-7B")
     pool = pools_of(ClusterSpec(pools={"main": PoolSpec(device="h100")}))["main"]
 
-    def made(layout: Layout) -> tuple[float, float, float]:
-        cost = train_cost(shape, pool, layout, microbatch_tokens=10_000, is_trained=True, recomputes=True)
-        return cost.update.token_s, cost.update.fixed_s, cost.optimizer_s
+    def made(layout: Layout, split: Passes | None = None) -> tuple[float, float, float]:
+        cost = train_cost(shape, pool, layout, microbatch_tokens=10_000, is_trained=True, recomputes=True, split=split)
+        return cost.update.token_s, cost.optimizer_s, cost.update.fixed_s
 
-    (alone, _, _), (piped, fixed, piped_step) = made(Layout(dp=8)), made(Layout(pp=4, dp=2))
+    (alone, _, _), (piped, piped_step, _) = made(Layout(dp=8)), made(Layout(pp=4, dp=2))
     assert piped == pytest.approx(alone)
     reduced = 2 * pool.gather_s(2 * shape.num_parameters / 4, 2, 4) + 28 * shape.num_parameters / 4 / pool.step_bytes_s
-    assert piped_step == pytest.approx(reduced)
+    assert piped_step - reduced == pytest.approx(3 * 10_000 * piped * 2)  # (stages - 1) micro-batches of one of two replicas
+    _, step_s, fixed_s = made(Layout(pp=4, dp=2), Passes(4, 4.0))
+    assert step_s == pytest.approx(reduced)
     part_s = 10_000 * piped * 2 / 4  # A micro-batch of one of two replicas in four parts, each with its launches; three stages wait.
-    assert fixed * 2 == pytest.approx(3 * part_s + 7 * pool.device.microbatch_s)
+    assert fixed_s * 2 == pytest.approx(3 * part_s + 7 * pool.device.microbatch_s)
     heads = (28 + 4) * 256 * 2
     exchanged_s = 4 * 0.5 * 28 * heads / 2 / pool.link_bytes_s / 8  # four passes, half of it hidden; to one of two, by eight devices
     assert made(Layout(sp=2, dp=4))[0] - alone == pytest.approx(exchanged_s)
