@@ -49,7 +49,7 @@ from m2flow.cli.help import (
     since,
     specs,
 )
-from m2flow.engines.distributed import deepspeed, fsdp
+from m2flow.engines.distributed import DeepSpeedOptions, deepspeed, fsdp
 from m2flow.engines.embedded import rollout_engine, trainer
 from m2flow.engines.megatron import layout as megatron_layout
 from m2flow.engines.megatron import trainer as megatron
@@ -168,7 +168,7 @@ def _engines() -> str:
     lines = ["# Engines", "", "## Capabilities", "", capability_tables([info for info in engines() if info.factory.startswith("m2flow.")])]
     for title, options in ENGINE_OPTIONS.items():
         lines += [f"## Options of {title}", "", *([f"- `{name}`: {said}" for name, said in options.items()]), ""]
-    lines += ["## Options of train `deepspeed`", "", *_fields(deepspeed.Options)]
+    lines += ["## Options of train `deepspeed`", "", *_fields(DeepSpeedOptions)]
     lines += ["", "## Options of train `megatron`", "", *_fields(megatron_layout.Options)]
     limited = {
         "models on `embedded`, `fsdp` and `deepspeed`": model_probe,

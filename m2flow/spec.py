@@ -268,6 +268,8 @@ class LayoutSpec(_Strict):
     """Expert parallel: devices that share the experts of a layer."""
     zero: Literal[0, 1, 2, 3] | None = None
     """Stage of ZeRO: what data-parallel trainers share out (1 the optimiser, 2 gradients too, 3 weights too)."""
+    micro_batches: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
+    """With stages, parts in which a micro-batch passes through them."""
 
 
 class PinSpec(_Strict):

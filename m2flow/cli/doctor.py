@@ -29,7 +29,7 @@ from m2flow.cli.main import find_run
 from m2flow.engines.installed import LIBRARY, find_gpu, installed, interpreter_of, missing_tools, overlaid_packages
 from m2flow.engines.registry import EngineInfo, capability_tables, check_engine, engines, find_engine, server_of, version_of
 from m2flow.errors import M2FlowError
-from m2flow.planner.pools import BUILT_IN, PLANNED, device_list
+from m2flow.planner.pools import BUILT_IN, device_list
 from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec
 
@@ -272,11 +272,6 @@ def engines_command(as_json: bool, markdown: bool, cluster: Path | None) -> None
     if not console.is_terminal:
         console.width = 160
     console.print(table)
-    here = {(info.name, info.kind): set(info.capabilities.parallel_layouts.names()) for info in found}
-    beyond = {key: [name for name in degrees if name not in here.get(key, ())] for key, degrees in PLANNED.items()}
-    planned = "; ".join(f"{name} ({kind}) with {', '.join(names)}" for (name, kind), names in beyond.items() if names)
-    if planned:
-        console.print(f"\nTo plan and simulate with, but not to run here: {planned}")
     if cluster is not None:
         console.print(f"\nOf {cluster}: {other_interpreter(load_cluster(cluster))}", soft_wrap=True)
     console.print(f"Devices for `pools` in a cluster spec: {', '.join(device_list().names)}")

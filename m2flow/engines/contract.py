@@ -8,8 +8,6 @@ An engine executes a role's calls inside one worker process. Constructors only a
 `Agreement` compares the rollout engine's log-probabilities with the trainer's. Both compute the same function, so a difference is rounding,
 another kernel, or a fault (a misplaced weight, a mask), which a policy gradient mistakes for a change of the policy.
 
-    log-probabilities of both --agreement_of--> Agreement --added to those of other micro-batches--> metrics of an update
-
 Source: the estimator k3 of the divergence is Schulman's, http://joschu.net/blog/kl-approx.html; that rollout and training engines
 differ, and what that does: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 """
@@ -295,10 +293,6 @@ Tensor = Any
 # ---- capabilities and settings
 
 
-ONE_F_ONE_B, ZERO_BUBBLE = "1f1b", "zero-bubble"
-"""Orders in which the stages of a trainer compute: values of its option `schedule`."""
-
-
 @dataclass(frozen=True)
 class ParallelLayouts:
     """The largest degree of each kind of parallelism that an engine supports; None: any. By default one device.
@@ -325,17 +319,22 @@ class ParallelLayouts:
     divides_layers: bool = False
     """Stages must divide the layers: none has more than another."""
     keeps_experts_whole: bool = False
-    """A trainer spreads experts over `tp * ep` devices by their number, where others split each over `tp`; their widths are shared out
-    evenly over the replicas that have the same ones."""
+    """A trainer spreads experts over `tp * ep` devices by number, where others split each over `tp`; replicas share out their widths."""
     gathers_keys: bool = False
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
+    excludes: tuple[tuple[str, ...], ...] = ()
+    """Words that a trainer refuses together: of a layout (`tp`: above 1, `zero 0`: where replicas could share, `offload`), of a model
+    (`experts`, `latent`, `adapters`, `half`: computed below float32), and of its options (`name: value`)."""
+    families: tuple[tuple[Literal["tp", "pp", "sp", "ep"], tuple[str, ...]], ...] = ()
+    """Values of `model_type` that a degree is for, where it is not for all."""
     recomputes: Literal["never", "where needed", "always"] = "never"
-    """When a plan has a trainer keep only the input of each layer, and compute the rest again in the backward pass: where a device's memory
-    demands it, or always."""
+    """When a plan has a trainer keep only the input of each layer, and compute the rest again: where memory demands it, or always."""
     recompute_option: tuple[str, bool | str] = ("recompute", True)
     """The option that tells it to, and its value. Where a spec has the option, plans go by that."""
-    options: tuple[tuple[Literal["tp", "pp", "sp", "ep", "zero", "offload"], str], ...] = ()
+    options: tuple[tuple[Literal["tp", "pp", "sp", "ep", "zero", "offload", "micro_batches"], str], ...] = ()
     """What a trainer's degrees are called among its options. Where a spec has such an option, plans go by that; else a run by the plan."""
+    of_stages: tuple[str, ...] = ()
+    """Options that a run whose plan has one stage leaves out."""
 
     @property
     def has_replicas_alone(self) -> bool:

@@ -57,6 +57,9 @@ class EngineInfo:
     """`module:name` of the `Product` that it starts in an interpreter of its own; looked at before a run too."""
     refuses: str = ""
     """`module:function` of a trainer, called with a model, its options and the number of ranks before a run: raises `EngineError`."""
+    holds: str = ""
+    """`module:function` of a trainer whose ranks hold other layers or experts, called with its options and the numbers of ranks, layers and
+    experts: the spans of layers and the experts of each rank."""
     untested: str = ""
     """Where it has not been run; empty: nowhere that it says it can."""
 
@@ -86,6 +89,12 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+ONE_F_ONE_B, ZERO_BUBBLE = "1f1b", "zero-bubble"
+"""Orders in which the stages of a trainer compute: values of its option `schedule`."""
+STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` whose experts `fsdp` can split over ranks."""
+STAGED = ("llama", "qwen2", "qwen3", *STACKED)
+"""Values of `model_type` whose layers `fsdp` can spread over stages."""
 _DEVICES = ("cpu", "cuda")
 _CONSTRAINTS = ("regex", "json_schema", "grammar")
 """Refused by servers: the log-probabilities that they return under a constraint are not the model's own but those of the tokens left."""
@@ -198,15 +207,18 @@ _BUILT_IN = (
                 ep=None,
                 zero=(3,),
                 divides_heads=True,
+                families=(("pp", STAGED), ("ep", STACKED)),
                 keeps_experts_whole=True,
                 gathers_keys=True,
                 recomputes="where needed",
-                options=(("tp", "tp"), ("pp", "pp"), ("sp", "cp"), ("ep", "ep")),
+                options=(("tp", "tp"), ("pp", "pp"), ("sp", "cp"), ("ep", "ep"), ("micro_batches", "micro_batches")),
+                of_stages=("vpp", "schedule", "micro_batches"),
             ),
         ),
         "The embedded trainer over any number of ranks: weights and states spread by FSDP2; experts, layers and sequences too.",
         ("torch", "transformers"),
         refuses="m2flow.engines.distributed:check_fsdp",
+        holds="m2flow.engines.distributed:held_by_fsdp",
         untested="cuda with several ranks",
     ),
     EngineInfo(
@@ -227,6 +239,16 @@ _BUILT_IN = (
                 dp=None,
                 zero=(0, 1, 2, 3),
                 offload=True,
+                divides_heads=True,
+                excludes=(
+                    ("tp", "sp"),
+                    ("tp", "experts"),
+                    ("tp", "adapters"),
+                    ("sp", "latent"),
+                    ("zero 0", "half"),
+                    ("zero 0", "offload"),
+                    ("zero 0", "offload_optimizer: True"),
+                ),
                 recomputes="always",
                 recompute_option=("activation_checkpointing", True),
                 options=(("tp", "tp"), ("sp", "sp"), ("zero", "zero"), ("offload", "offload_optimizer")),
@@ -236,6 +258,7 @@ _BUILT_IN = (
         ("torch", "transformers", "deepspeed", "ninja"),
         extra="deepspeed",
         compiles=True,
+        refuses="m2flow.engines.distributed:check_deepspeed",
         untested="cuda",
     ),
     EngineInfo(
@@ -261,6 +284,7 @@ _BUILT_IN = (
                 offload=True,
                 divides_heads=True,
                 divides_layers=True,
+                excludes=(("tp", "experts", "sequence_parallel: False"),),
                 recomputes="always",
                 recompute_option=("recompute", "full"),
                 options=(
@@ -270,7 +294,9 @@ _BUILT_IN = (
                     ("ep", "ep"),
                     ("zero", "zero"),
                     ("offload", "offload_optimizer"),
+                    ("micro_batches", "micro_batches"),
                 ),
+                of_stages=("vpp", "micro_batches"),
             ),
         ),
         "Megatron-core: layers, stages, sequences and experts split over any number of ranks, its optimiser's states spread.",
@@ -278,6 +304,7 @@ _BUILT_IN = (
         extra="megatron",
         distribution="megatron-core",
         refuses="m2flow.engines.megatron.layout:check_before",
+        holds="m2flow.engines.megatron.layout:held_by",
         untested="cuda; Transformer Engine and fused kernels are not used",
     ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
@@ -406,11 +433,23 @@ def check_trainer(name: str, model: Model, options: Mapping[str, object], num_ra
         getattr(importlib.import_module(module), function)(model, options, num_ranks)
 
 
+def held_by_ranks(
+    name: str, options: Mapping[str, object], num_ranks: int, num_layers: int, num_experts: int
+) -> list[tuple[list[range], range]]:
+    """The spans of layers of each rank of a trainer, and the experts of each layer that it has; empty if all ranks have the same."""
+    module, _, function = engine_named(name, "train").holds.partition(":")
+    if not module:
+        return []
+    held: list[tuple[list[range], range]] = getattr(importlib.import_module(module), function)(options, num_ranks, num_layers, num_experts)
+    return held if any(one != held[0] for one in held) else []
+
+
 def train_options(name: str, options: Mapping[str, object], planned: Mapping[str, int | bool]) -> dict[str, object]:
     """The options of a train engine, with what a plan says of its layout. What they say themselves stays.
 
     Args:
-        planned: degrees beyond one device (`tp`, `pp`, `sp`, `ep`, `zero`, `offload`), and `recompute`.
+        planned: degrees beyond one device (`tp`, `pp`, `sp`, `ep`, `zero`, `offload`), `recompute`,
+            `micro_batches`, and `is_searched`: a search chose them.
     Raises:
         EngineError: the plan has a degree that this engine has not.
 
@@ -419,8 +458,13 @@ def train_options(name: str, options: Mapping[str, object], planned: Mapping[str
     """
     layouts = engine_named(name, "train").capabilities.parallel_layouts
     option, value = layouts.recompute_option
+    if planned.get("is_searched") and {**planned, **options}.get("pp", 1) == 1:
+        options = {name: value for name, value in options.items() if name not in layouts.of_stages}
     told = {known: planned[degree] for degree, known in layouts.options if degree in planned}
-    lacking = [degree for degree in planned if degree not in ("zero", "recompute", *dict(layouts.options))]
+    is_fixed = planned.get("zero") in layouts.zero  # Of `fsdp` there is one stage, and no option.
+    lacking = [
+        name for name in planned if name not in ("recompute", "is_searched", *dict(layouts.options)) and not (name == "zero" and is_fixed)
+    ]
     if lacking:
         raise EngineError(
             f"the plan lays the train engine {name!r} out with {lacking[0]} {planned[lacking[0]]}, which it does not have",

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from m2flow.micro.protocol.plan import Bound, CallWork, TimeTerm
+from m2flow.micro.protocol.cost_terms import HeldPart
+from m2flow.micro.protocol.plan import Bound, CallWork, Placement, TimeTerm
 from m2flow.planner.dynamic_program import LENT, Limits
-from m2flow.planner.plan_tree import Leaf, Node, Pair, leaf_names, leaves_of
+from m2flow.planner.plan_tree import Leaf, Node, Pair, leaf_names, leaves_of, with_early_onload
 from m2flow.planner.problem import (
     Problem,
     call_times,
@@ -428,3 +429,19 @@ def _seconds(parts: Iterable[TimeTerm]) -> dict[str, float]:
         if part.on_critical_path:
             found[part.what] = found.get(part.what, 0.0) + part.seconds
     return found
+
+
+# ---- trainers
+
+
+def settled(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Set on placements when trainers are onloaded, and in how many parts micro-batches pass through stages."""
+    placements = with_early_onload(problem, placements)
+    counts = (problem.costs.micro_batches(one.engine, one.pool, one.layout) for one in placements)
+    return tuple(msgspec.structs.replace(one, micro_batches=count) for one, count in zip(placements, counts, strict=True))
+
+
+def held_by(problem: Problem, placements: Sequence[Placement]) -> tuple[HeldPart, ...]:
+    """What the ranks of each trainer hold."""
+    layouts = {placement.engine: placement.layout for placement in placements}
+    return tuple(part for engine, layout in layouts.items() for part in problem.costs.held_parts(engine, layout))

@@ -26,8 +26,9 @@ Training (`train_cost`):
                                                                 with adapters one pass less over the frozen weights, all over theirs
     a micro-batch          fixed_s                              launches, routing to experts layer by layer;
                                                                 ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
-    an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes, a pipeline's bubble
-                                                                (`bubble_share`: by the order of its stages)
+                                                                a pipeline's bubble, since stages are empty between micro-batches, and its
+                                                                passes (`passes_excess_s`)
+    an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes
 
 Micro-batches are distributed over the replicas, so one costs the whole trainer a dp-th of what it costs a replica. Samples are assumed to
 be evenly distributed, but for the longest of a mini-batch (`problem`); other imbalance within a step is left to the simulator.
@@ -50,7 +51,8 @@ from typing import ParamSpec, TypeVar, final
 
 import msgspec
 
-from m2flow.engines.contract import ZERO_BUBBLE, ParallelLayouts
+from m2flow.engines.contract import ParallelLayouts
+from m2flow.engines.registry import held_by_ranks, train_options
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
     Arithmetic,
@@ -60,13 +62,28 @@ from m2flow.micro.protocol.cost_terms import (
     EngineId,
     Footprint,
     FunctionCost,
+    HeldPart,
     Layout,
     PassCost,
     Switch,
     TrainCost,
 )
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
-from m2flow.planner.pools import GIB, Attained, Estimate, Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
+from m2flow.planner.pools import (
+    GIB,
+    Attained,
+    Estimate,
+    Passes,
+    Pool,
+    adds_adapters,
+    is_accepted,
+    legal_layouts,
+    offered,
+    passes_excess_s,
+    passes_of,
+    pools_of,
+    thread_layouts,
+)
 from m2flow.planner.workload import Extent, Workload
 from m2flow.recipe import Model, hub_directory, is_count, is_of_hub
 from m2flow.spec import ClusterSpec, PinSpec
@@ -126,7 +143,14 @@ def most_running(shape: ModelShape, layout: Layout, extent: Extent, memory_bytes
 
 
 def train_footprint(
-    shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool, gathers_keys: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    tokens: float,
+    *,
+    is_trained: bool,
+    recomputes: bool,
+    gathers_keys: bool = False,
+    split: Passes | None = None,
 ) -> Footprint:
     """Memory of a trainer, for micro-batches of so many tokens.
 
@@ -135,6 +159,7 @@ def train_footprint(
 
     Args:
         gathers_keys: as of `ParallelLayouts.gathers_keys`: a device then has the keys and values of all rows.
+        split: how micro-batches pass through stages: activations are those of the passes in flight; by default of all of it.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054: stage 1 shards the optimiser's state, 2 the gradients too, 3 the weights too.
@@ -150,7 +175,9 @@ def train_footprint(
         gradients += each * trained / (group if layout.zero >= 2 else 1)
         optimizer += (_MASTER_BYTES if each < 4 else 8) * trained / (group if layout.zero >= 1 else 1)
     gathered = (layout.sp - 1) * _key_width(shape) if gathers_keys else 0
-    activations = _activations(shape, layout, tokens / layout.sp, gathered, is_trained=is_trained, recomputes=recomputes)
+    activations = _activations(
+        shape, layout, tokens / layout.sp, gathered, is_trained=is_trained, recomputes=recomputes, split=split or Passes()
+    )
     if not is_trained:
         return Footprint(weights=math.ceil(weights), activations=math.ceil(activations))
     host = optimizer + gradients if layout.offload else 0.0
@@ -163,16 +190,18 @@ def train_footprint(
     )
 
 
-def _activations(shape: ModelShape, layout: Layout, tokens: float, more: int, *, is_trained: bool, recomputes: bool) -> float:
+def _activations(
+    shape: ModelShape, layout: Layout, tokens: float, more: int, *, is_trained: bool, recomputes: bool, split: Passes
+) -> float:
     """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers; `more` numbers of a token, in each layer."""
     each, layers = shape.bytes_each, math.ceil(shape.num_layers / layout.pp)
     layer = tokens * (4 * shape.hidden + (_kept_width(shape) + more) / layout.tp) * each
     head = tokens * shape.vocab / layout.tp * (each + 4 * is_trained)
     kept = 0.0
     if is_trained:
-        kept = layers * (tokens * shape.hidden * each if recomputes else layer)
+        kept = layers * (tokens * shape.hidden * each if recomputes else layer) * split.share
     gathered = 2 * _largest_block(shape, layout.ep) / layout.tp * each if layout.zero >= 3 else 0.0
-    return kept + max(layer, head) + gathered
+    return kept + max(layer, head) * split.part + gathered
 
 
 def _kept_width(shape: ModelShape) -> float:
@@ -283,32 +312,6 @@ _STEP_BYTES = 28
 """Bytes read and written for a parameter in an optimiser step: the gradient, float32 weights and two moments twice each, the weights."""
 
 
-def bubble_share(options: Mapping[str, object], *, recomputes: bool = False) -> float:
-    """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in the order that a trainer's options say.
-
-    Interleaved (`vpp`), a stage waits for a chunk in place of all its layers. With `schedule: zero-bubble` it computes gradients of weights
-    meanwhile, (pp - 1) (F + B - W); forward, gradients of what came in and those of weights count as equally long.
-
-    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1).
-
-    >>> [round(bubble_share(options), 3) for options in ({}, {"vpp": 2}, {"schedule": "zero-bubble"})]
-    [1.0, 0.5, 0.333]
-    """
-    passes = 4 if recomputes else 3
-    left = (passes - 2) / passes if options.get("schedule") == ZERO_BUBBLE else 1.0
-    return left / _chunks(options)
-
-
-def _chunks(options: Mapping[str, object]) -> int:
-    """Chunks of layers of a stage. What is no number the engine refuses."""
-    return int(str(given)) if is_count(given := options.get("vpp", 1)) else 1
-
-
-def can_order(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> bool:
-    """Whether a layout's stages can compute in the order that the options say: each chunk has a layer."""
-    return layout.pp == 1 or layout.pp * _chunks(options) <= shape.num_layers
-
-
 def train_cost(
     shape: ModelShape,
     pool: Pool,
@@ -317,7 +320,7 @@ def train_cost(
     microbatch_tokens: float,
     is_trained: bool,
     recomputes: bool,
-    bubble: float = 1.0,
+    split: Passes | None = None,
     has_whole_experts: bool = False,
     gathers_keys: bool = False,
 ) -> TrainCost:
@@ -325,7 +328,8 @@ def train_cost(
 
     Args:
         has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`. gathers_keys: as of `ParallelLayouts.gathers_keys`.
-        bubble: as of `bubble_share`.
+        split: how each micro-batch passes through stages, which are empty after it (`fsdp`, `megatron`). None: micro-batches of a step
+            follow each other (1F1B), so that stages wait once a step, as in published runs of other systems.
     """
     device = pool.device
     devices = layout.num_devices
@@ -354,15 +358,18 @@ def train_cost(
     # Frozen weights have no gradient, so one pass less. The adapters take part in all passes.
     adapters = 2 * shape.active_adapter_parameters
     trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
-    update = PassCost(
-        fixed_s=(device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s) / layout.dp,
-        token_s=trained_work / (update_rate * peak) + passes * (token_comm_s + moved_s),
-        token2_s=passes * work2 / (update_rate * peak),
-    )
+    token_s = trained_work / (update_rate * peak) + passes * (token_comm_s + moved_s)
+    fixed_s = device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s
+    read_s = passes * sum(shards(shape, layout)) * shape.bytes_each / pool.step_bytes_s
+    stage_s, once_s = microbatch_tokens * token_s * layout.dp, 0.0
+    if split is None:
+        once_s = (layout.pp - 1) * stage_s
+    else:
+        fixed_s = passes_excess_s(layout, split, stage_s, read_s, fixed_s)
+    update = PassCost(fixed_s / layout.dp, token_s, token2_s=passes * work2 / (update_rate * peak))
     # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
     reduced_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
-    bubble_s = bubble * (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
-    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout) + bubble_s)
+    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout) + once_s)
 
 
 def pass_rates(pool: Pool, layout: Layout) -> tuple[float, float]:
@@ -519,6 +526,8 @@ DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
 
 _MUCH_CACHE = 0.25
 """Share of a device's memory above which a KV cache is tried at half its size, too."""
+_MOST_DOUBLED = 7
+"""How often the parts of a micro-batch that are tried are doubled, from as many as stages on."""
 _MUCH_ACTIVATIONS = 0.5
 """Share of a device's memory above which a trainer's activations are tried recomputed, too."""
 
@@ -545,7 +554,7 @@ def _memoised(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def _is_as_told(layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
     """Whether a trainer's layout has the degrees that its options in the spec say."""
-    told = {degree: options[name] for degree, name in offers.options if name in options}
+    told = {degree: options[name] for degree, name in offers.options if name in options and degree != "micro_batches"}
     return all(getattr(layout, degree) == (bool(value) if degree == "offload" else value) for degree, value in told.items())
 
 
@@ -627,9 +636,13 @@ class ModelledCosts(Costs):
             return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
         offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
         legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node, like)
-        options = self._spec.train.options if engine.kind == "train" else {}
-        ordered = [layout for layout in legal if can_order(shape, layout, options) and _is_as_told(layout, offers, options)]
-        return (*self._with_recomputed(engine, pool, ordered), *self._over_nodes(engine, num_devices, per_node))
+        if engine.kind == "rollout":
+            return (*legal, *self._over_nodes(engine, num_devices, per_node))
+        options = self._spec.train.options
+        if told := self._told_passes(engine):
+            options = {**options, "micro_batches": told}
+        accepted = [layout for layout in legal if _is_as_told(layout, offers, options) and is_accepted(shape, layout, offers, options)]
+        return tuple(self._with_recomputed(engine, pool, accepted))
 
     @_memoised
     def _pin(self, engine: EngineId) -> PinSpec:
@@ -637,7 +650,7 @@ class ModelledCosts(Costs):
 
     def _with_recomputed(self, engine: EngineId, pool: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
         """These layouts, and each with recomputed layers too where activations are much of a device, or a pin asks for it."""
-        if engine.kind != "train" or not self._may_recompute or not self.is_trained(engine):
+        if not self._may_recompute or not self.is_trained(engine):
             return layouts
         there, is_asked = self.device_bytes(pool), bool(self._pin(engine).recompute)
         found = list[Layout]()
@@ -650,7 +663,7 @@ class ModelledCosts(Costs):
     def _over_nodes(self, engine: EngineId, num_devices: int, per_node: int) -> tuple[Layout, ...]:
         """Layouts whose tensor parallelism goes over whole nodes, of a rollout engine whose pin asks for it."""
         tp = self._pin(engine).layout.tp or 0
-        if engine.kind != "rollout" or tp <= per_node or tp % per_node or num_devices % tp or not self.shape(engine).is_tp_legal(tp):
+        if tp <= per_node or tp % per_node or num_devices % tp or not self.shape(engine).is_tp_legal(tp):
             return ()
         return (Layout(tp=tp, dp=num_devices // tp),)
 
@@ -691,16 +704,47 @@ class ModelledCosts(Costs):
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return self._train(self._first_like(engine), pool, layout)
 
+    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        return self._micro_batches(self._first_like(engine), pool, layout) if engine.kind == "train" else 1
+
     @_memoised
+    def _micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        """The number of parts that takes least, of those whose activations fit; what the spec says, or as many as stages, otherwise."""
+        told = self._told_passes(engine)
+        if layout.pp == 1:
+            return 1
+        if told or "micro_batches" not in dict(self._offers["train"].options):
+            return told or layout.pp
+        most = max(layout.pp, self._usual_tokens(engine.role) / max(self.extent(engine.role).sample, 1.0))
+        counts = [layout.pp << i for i in range(_MOST_DOUBLED) if layout.pp << i <= most]
+
+        def cost(count: int) -> tuple[bool, float]:
+            is_short = self._footprint_in(engine, layout, count).device_bytes > self.device_bytes(pool)
+            return is_short, -count if is_short else self._train_in(engine, pool, layout, count).update.fixed_s
+
+        return min(counts, key=cost)
+
+    def _told_passes(self, engine: EngineId) -> int:
+        """The number of parts that the spec's options or pin say; 0: neither."""
+        given = self._spec.train.options.get("micro_batches") or self._spec.pin_of(engine.role, engine.kind).layout.micro_batches
+        return int(str(given)) if is_count(given) else 0
+
+    def _passes(self, layout: Layout, count: int, longest: float = 0.0) -> Passes:
+        return passes_of(layout, count, self._spec.train.options, recomputes=self._recomputes or layout.recompute, longest=longest)
+
     def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
+        return self._train_in(engine, pool, layout, self._micro_batches(engine, pool, layout))
+
+    @_memoised
+    def _train_in(self, engine: EngineId, pool: str, layout: Layout, count: int) -> TrainCost:
         return train_cost(
             self.shape(engine),
             self._pools[pool],
             layout,
-            microbatch_tokens=self._microbatch_tokens(engine.role),
+            microbatch_tokens=self._usual_tokens(engine.role),
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
-            bubble=bubble_share(self._spec.train.options, recomputes=self._recomputes or layout.recompute),
+            split=self._passes(layout, count),
             has_whole_experts=self._offers["train"].keeps_experts_whole,
             gathers_keys=self._offers["train"].gathers_keys,
         )
@@ -714,7 +758,8 @@ class ModelledCosts(Costs):
     def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
         if engine.kind == "rollout":
             return self._rollout_footprint(engine, pool, layout)
-        return self._train_footprint(self._first_like(engine), layout)
+        first = self._first_like(engine)
+        return self._footprint_in(first, layout, self._micro_batches(first, pool, layout))
 
     @_memoised
     def _rollout_footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
@@ -722,7 +767,7 @@ class ModelledCosts(Costs):
         return rollout_footprint(self.shape(engine), layout, self.extent(engine.role), running)
 
     @_memoised
-    def _train_footprint(self, engine: EngineId, layout: Layout) -> Footprint:
+    def _footprint_in(self, engine: EngineId, layout: Layout, count: int) -> Footprint:
         return train_footprint(
             self.shape(engine),
             layout,
@@ -730,14 +775,16 @@ class ModelledCosts(Costs):
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
             gathers_keys=self._offers["train"].gathers_keys,
+            split=self._passes(layout, count, self.extent(engine.role).longest / self._microbatch_tokens(engine.role)),
         )
 
     @_memoised
     def _first_like(self, engine: EngineId) -> EngineId:
         """The first trainer with the same costs (a policy's critic has the policy's shape)."""
 
-        def what(one: EngineId) -> tuple[ModelShape, float, bool]:
-            return self.shape(one), self._microbatch_tokens(one.role), self.is_trained(one)
+        def what(one: EngineId) -> tuple[ModelShape, float, Extent, bool, int]:
+            lengths = self._microbatch_tokens(one.role), self.extent(one.role)
+            return self.shape(one), *lengths, self.is_trained(one), self._told_passes(one)
 
         mine = what(engine)
         return next((one for one in self._workload.engines if one.kind == "train" and what(one) == mine), engine)
@@ -782,6 +829,23 @@ class ModelledCosts(Costs):
             token_bytes=kv_token_bytes(shape, layout) * ways,
             peak_flops=device.flops(shape.bytes_each),
             bytes_s=device.memory_gb_s * 1e9,
+        )
+
+    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+        if engine.kind != "train" or any(pool.device.shares_host_memory for pool in self._pools.values()):
+            return ()
+        shape, name = self.shape(engine), self._spec.train.engine
+        degrees = {degree: found for degree in ("tp", "pp", "ep") if (found := getattr(layout, degree)) > 1}
+        options = train_options(name, self._spec.train.options, degrees)
+        ranks: dict[tuple[int, tuple[tuple[int, int], ...], tuple[int, int] | None], list[int]] = {}
+        held = held_by_ranks(name, options, layout.num_devices, shape.num_layers, shape.num_experts)
+        for rank, (spans, experts) in enumerate(held):
+            layers = tuple((span.start, span.stop) for span in spans)
+            some = (experts.start, experts.stop) if len(experts) < shape.num_experts else None
+            ranks.setdefault((rank // (layout.num_devices // layout.pp), layers, some), []).append(rank)
+        return tuple(
+            HeldPart(engine, tuple(those), stage, layers, ("embedding",) * (stage == 0) + ("head",) * (stage == layout.pp - 1), experts_of)
+            for (stage, layers, experts_of), those in ranks.items()
         )
 
     def rest_s(self) -> float:
@@ -842,9 +906,13 @@ class ModelledCosts(Costs):
         limit = min(self._spec.rollout.max_running, max(1, -(-self._samples.get(engine.role, 1) // layout.dp)))
         return most_running(self.shape(engine), layout, self.extent(engine.role), self._pools[pool].memory_bytes, limit)
 
+    def _usual_tokens(self, role: str) -> float:
+        """Tokens of most micro-batches: their budget, or a sample of mean length."""
+        return max(self._spec.train.token_budget, self.extent(role).sample)
+
     @_memoised
     def _microbatch_tokens(self, role: str) -> float:
-        """Tokens of a micro-batch: its budget, or the longest sample, which then has one of its own."""
+        """Tokens of the largest micro-batch: its budget, or the longest sample, which then has one of its own."""
         return max(self._spec.train.token_budget, self.extent(role).longest)
 
 

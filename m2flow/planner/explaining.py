@@ -12,14 +12,18 @@ together, more nodes.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from m2flow.errors import DoesNotFit
-from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout
+from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, HeldPart, Layout
 from m2flow.micro.protocol.plan import Choice, Placement, Plan, Stage, TimeTerm, WorkerPlan, in_columns
-from m2flow.planner.pools import PLANNED, device_list
+from m2flow.planner.pools import device_list, spreading
 from m2flow.spec import ClusterSpec, PoolSpec
 
 _GIB = 2**30
@@ -35,6 +39,7 @@ def explain(choice: Choice, *, has_terms: bool = False, details: str | None = No
     """
     lines = [f"placement of {choice.flow} on {choice.cluster}: {choice.mode}"]
     lines += in_columns([_placement_row(placement) for placement in choice.placements])
+    lines += held_lines(choice, is_full=details == "full")
     lines += ["", *step_lines(choice), *work_lines(choice)]
     lines += ["", *cache_lines(choice), *memory_lines(choice)] if details == "full" else []
     lines += ["", *why_lines(choice), ""] if details and choice.losers else []
@@ -52,6 +57,86 @@ def explain(choice: Choice, *, has_terms: bool = False, details: str | None = No
         lines += ["", "terms"]
         lines += in_columns([(name, f"{c.value:.4g} {c.unit}", c.source) for name, c in sorted(choice.constants.items())])
     return "\n".join(lines)
+
+
+_MOST_STAGES = 8
+"""Stages of a trainer that are listed one by one, unless all details are asked for."""
+_MOST_WIDTH = 72
+"""Characters of a list of ranks in a row of details."""
+
+
+def held_lines(choice: Choice, *, is_full: bool = False) -> list[str]:
+    """The ranks and layers of each stage of trainers, and which ranks hold which experts: in short, or row by row."""
+    lines = []
+    for engine, parts in _by(choice.held, lambda part: part.engine).items():
+        stages = _by(parts, lambda part: part.stage)
+        rows = [_stage_row(of_stage) for of_stage in stages.values()] if len(stages) > 1 else []
+        left = 0 if is_full else len(rows) - _MOST_STAGES
+        shown = in_columns(rows)
+        if left > 0:
+            shown = [*shown[: _MOST_STAGES - 1], f"  and {left} stages more (--full)", shown[-1]]
+        lines += [f"stages of {engine}, {_passes(choice, engine)}:", *shown] if rows else []
+        some = [part for part in parts if part.experts is not None]
+        if is_full:
+            lines += [f"experts of {engine}:"] * bool(some)
+            for part in some:
+                ranks = textwrap.wrap(runs_of(part.ranks), _MOST_WIDTH)
+                names = [f"stage {part.stage}" * bool(rows), f"experts {_span(part.experts)}" if part.experts else ""]
+                lines += in_columns([(*names, f"ranks {ranks[0]}"), *(("", "", f"      {more}") for more in ranks[1:])])
+        elif some:
+            first, *others = stages[some[0].stage]
+            said = [f"{_span(part.experts)} on ranks {_short(runs_of(part.ranks))}" for part in (first, *others[:1]) if part.experts]
+            more = f"; and {len(others) - 1} parts more (--full)" if len(others) > 1 else ""
+            lines.append(f"experts of {engine}: {'; '.join(said)}{more}")
+    return lines
+
+
+def _passes(choice: Choice, engine: EngineId) -> str:
+    count = next(placement.micro_batches for placement in choice.placements if placement.engine == engine)
+    return f"each micro-batch in {count} parts"
+
+
+_Key = TypeVar("_Key")
+
+
+def _by(parts: Sequence[HeldPart], key: Callable[[HeldPart], _Key]) -> dict[_Key, list[HeldPart]]:
+    found: dict[_Key, list[HeldPart]] = {}
+    for part in parts:
+        found.setdefault(key(part), []).append(part)
+    return found
+
+
+def _stage_row(parts: Sequence[HeldPart]) -> tuple[str, ...]:
+    first = parts[0]
+    ranks = runs_of(sorted(rank for part in parts for rank in part.ranks))
+    layers = ", ".join(map(_span, first.layers))
+    return f"stage {first.stage}:", f"ranks {ranks}", f"layers {layers}", ", ".join(first.beside)
+
+
+def _span(span: tuple[int, int]) -> str:
+    return f"{span[0]}-{span[1] - 1}" if span[1] - span[0] > 1 else str(span[0])
+
+
+_SHORT = 24
+
+
+def _short(ranks: str) -> str:
+    return ranks if len(ranks) <= _SHORT else f"{ranks[:_SHORT].rpartition(',')[0]}, ..."
+
+
+def runs_of(numbers: Sequence[int]) -> str:
+    """List ascending numbers, with those that follow each other as runs.
+
+    >>> runs_of([0, 1, 2, 5, 8, 9])
+    '0-2, 5, 8-9'
+    """
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
+        else:
+            runs.append((number, number + 1))
+    return ", ".join(map(_span, runs))
 
 
 def step_lines(choice: Choice) -> list[str]:
@@ -175,12 +260,14 @@ def as_document(choice: Choice) -> dict[str, object]:
         "device_hours_a_step": num_devices(choice.placements) * choice.predicted_step_s / 3600,
         "predicted_step_s": choice.predicted_step_s,
         "interval_s": list(choice.interval_s),
+        "held": [msgspec.to_builtins(part) for part in choice.held],
         "lower_bound_s": choice.lower_bound_s,
         "efficiency": choice.efficiency,
         "mode": choice.mode,
         "placement": {
             call: {
                 "devices": [f"{placement.pool or 'local'}:{i}" for i in placement.devices],
+                "micro_batches": placement.micro_batches,
                 "layout": {
                     name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload", "recompute")
                 },
@@ -489,10 +576,10 @@ def _first_of_each(
 def _specs_alone(engine: EngineId, spec: ClusterSpec, *, is_host: bool) -> Iterator[tuple[str, str, ClusterSpec]]:
     """Yield (kind of change, description, changed spec)."""
     own = spec.rollout.engine if engine.kind == "rollout" else spec.train.engine
-    for name, kind in PLANNED:
-        if kind == engine.kind and name != own and spec.pools:
-            part = (spec.rollout if kind == "rollout" else spec.train).model_copy(update={"engine": name})
-            yield "engine", f"`{kind}: {{engine: {name}}}`, which spreads a model over devices", spec.model_copy(update={kind: part})
+    kind = engine.kind
+    for name in spreading(kind) if spec.pools and own not in spreading(kind) else ():
+        part = (spec.rollout if kind == "rollout" else spec.train).model_copy(update={"engine": name})
+        yield "engine", f"`{kind}: {{engine: {name}}}`, which spreads a model over devices", spec.model_copy(update={kind: part})
     if engine.kind == "train":
         budget = spec.train.token_budget
         while budget > 1024:

@@ -221,6 +221,8 @@ class ModelShape:
     """Parameters of adapters, the only ones that are trained; 0: all parameters are trained."""
     expert_adapter_parameters: int = 0
     """The experts' share of the adapter parameters."""
+    family: str = ""
+    """`model_type` of its config; empty: not known."""
 
     @cached_property
     def attention_parameters(self) -> int:
@@ -459,6 +461,7 @@ def _from_fields(fields: _Fields, name: str) -> ModelShape:
         num_biases=(heads + 2 * kv_heads) * head_dim if has_biases and not latent else 0,
         has_query_norms=kind.startswith("qwen3"),
         max_context=fields.count("max_position_embeddings", default=0),
+        family=kind,
     )
 
 

@@ -3,7 +3,8 @@
     devices.yaml, the user's own files --device_list--> DeviceList --find--> Device
     efficiencies.yaml, a spec's `costs:` file --attained_by--> Attained, what an engine makes of them
     ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, an optimiser step
-    ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts
+    ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts, those that its options allow: is_accepted
+    Layout, options of the engine --passes_of--> Passes, how its stages work
 
 Device files have one format. They are read in this order, a later one adding to and replacing entries of an earlier one: the built-in
 list, `~/.config/m2flow/devices.yaml` (or under `$XDG_CONFIG_HOME`), the file that the cluster spec names (`devices`). Attainable fractions
@@ -20,19 +21,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import yaml
 
 from m2flow.engines.contract import ParallelLayouts
-from m2flow.engines.registry import capabilities_of, engines
+from m2flow.engines.registry import ZERO_BUBBLE, capabilities_of, engines
 from m2flow.errors import EngineError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout
 from m2flow.planner.model_shapes import ModelShape
+from m2flow.recipe import is_count
 from m2flow.spec import ClusterSpec, PoolSpec
 
 BUILT_IN = Path(__file__).with_name("devices.yaml")
@@ -562,12 +564,6 @@ def _memory_gib() -> float | None:
     return int(line.split()[1]) / 2**20
 
 
-PLANNED: dict[tuple[str, EngineKind], tuple[str, ...]] = {("deepspeed", "train"): ("ep",)}
-"""Degrees that can be planned for, as large as one likes, beyond what the engine of that name supports, to see what they would gain.
-
-DeepSpeed's pipelines are not offered: they need a model written as a pipeline, and work with ZeRO 0 and 1 only."""
-
-
 def offered(name: str, kind: EngineKind) -> ParallelLayouts:
     """The layouts that an engine offers, whether or not its dependencies are installed here.
 
@@ -579,14 +575,138 @@ def offered(name: str, kind: EngineKind) -> ParallelLayouts:
     if found is None:
         names = sorted({one for one, of in known if of == kind})
         raise EngineError(f"there is no {kind} engine {name!r} to plan for", now=f"There are {', '.join(names)}; see `m2flow engines`.")
-    beyond: Any = dict.fromkeys(PLANNED.get((name, kind), ()))
-    return replace(found, **beyond)
+    return found
+
+
+def spreading(kind: EngineKind) -> list[str]:
+    """Engines by which a model that one device can't hold is spread over several."""
+    real = [info for info in engines() if info.kind == kind and not info.factory.startswith("m2flow.testing.")]
+    layouts = {info.name: info.capabilities.parallel_layouts for info in real}
+    return sorted(name for name, can in layouts.items() if (can.tp, can.pp) != (1, 1) or max(can.zero) == 3)
+
+
+def is_accepted(shape: ModelShape, layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
+    """Whether a trainer accepts a layout of a model.
+
+    Args:
+        options: its own, from the cluster spec.
+
+    >>> from m2flow.planner.model_shapes import shape_named
+    >>> [is_accepted(shape_named("Qwen2.5-7B"), Layout(tp=2, sp=sp), offered("deepspeed", "train"), {}) for sp in (1, 2)]
+    [True, False]
+    """
+    there = _traits(shape, layout, options)
+    if any(there.issuperset(those) for those in offers.excludes):
+        return False
+    if any(getattr(layout, degree) > 1 and shape.family not in ("", *families) for degree, families in offers.families):
+        return False
+    spread, count = options.get("etp"), layout.tp * layout.num_sharing
+    is_even = not is_count(spread) or layout.ep == 1 or count % (int(str(spread)) * layout.ep) == 0
+    return is_even and _can_order(shape, layout, offers, options)
+
+
+def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> set[str]:
+    """The words of `ParallelLayouts.excludes` that are true of a layout."""
+    there = {name for name in ("tp", "pp", "sp", "ep") if getattr(layout, name) > 1}
+    there |= {name for name in ("offload", "recompute") if getattr(layout, name)}
+    there |= {f"{name}: {value}" for name, value in options.items()}
+    of_model = {
+        "zero 0": layout.zero == 0 and (layout.num_sharing > 1 or "zero" in options),
+        "experts": shape.num_experts > 0,
+        "latent": shape.latent > 0,
+        "adapters": shape.adapter_parameters > 0,
+        "half": options.get("compute_dtype", shape.dtype) != "float32",
+    }
+    return there | {name for name, is_so in of_model.items() if is_so}
+
+
+def _can_order(shape: ModelShape, layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
+    """Whether a layout's stages can compute in the order that the options say: each chunk has its layers, each turn its passes."""
+    count = layout.pp * (chunks := chunks_of(options))
+    if layout.pp == 1 or chunks == 1:
+        return layout.pp == 1 or count <= shape.num_layers
+    passes = options.get("micro_batches", layout.pp)
+    is_whole = not is_count(passes) or int(str(passes)) % layout.pp == 0
+    return is_whole and (shape.num_layers % count == 0 if offers.divides_layers else count <= shape.num_layers)
+
+
+def chunks_of(options: Mapping[str, object]) -> int:
+    """Chunks of layers of a stage. What is no number the engine refuses."""
+    return int(str(given)) if is_count(given := options.get("vpp", 1)) else 1
 
 
 def adds_adapters(engine: str) -> bool:
     """Whether a rollout engine can receive adapters alone in a weight sync."""
     can = capabilities_of(engine, "rollout", {})
     return can is not None and can.lora
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a micro-batch goes through the stages of a pipeline: in `count` parts, of which a stage holds up to `held` at once."""
+
+    count: int = 1
+    held: float = 1.0
+    bubble: float = 1.0
+    """As of `bubble_share`."""
+    longest: float = 0.0
+    """The share of a micro-batch that its longest sample is, which is not cut."""
+
+    @property
+    def part(self) -> float:
+        """The share of a micro-batch that its largest part is."""
+        return max(1 / self.count, self.longest)
+
+    @property
+    def share(self) -> float:
+        """The share of a micro-batch whose activations a stage keeps."""
+        return max(min(self.held, self.count) / self.count, self.longest)
+
+
+def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, recomputes: bool, longest: float = 0.0) -> Passes:
+    """The passes of a pipeline in `count` parts a micro-batch, in the order that a trainer's options say.
+
+    Source:
+        In flight at the first stage: as many passes as stages (1F1B); interleaved, 2 (pp - 1) + (v - 1) pp + 1 of a v-th of its layers
+        (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    >>> passes_of(Layout(pp=4), 8, {"vpp": 2}, recomputes=False)
+    Passes(count=8, held=5.5, bubble=0.5, longest=0.0)
+    """
+    chunks = chunks_of(options)
+    held = (2 * (layout.pp - 1) + (chunks - 1) * layout.pp + 1) / chunks if chunks > 1 else layout.pp
+    return Passes(count, float(held), bubble_share(options, recomputes=recomputes), longest)
+
+
+def passes_excess_s(layout: Layout, passes: Passes, stage_s: float, read_s: float, fixed_s: float) -> float:
+    """Seconds that a micro-batch takes a replica beyond the work of its tokens.
+
+        (k + bubble (pp - 1)) (max(S / k, R) + c) - S        k passes, and those that each stage waits for
+
+    Args:
+        stage_s: S, the work of a stage on the whole micro-batch. read_s: R, its weights read from memory in a pass: small matrix products
+            take as long. fixed_s: c, launches and what ZeRO moves in a pass.
+    """
+    if layout.pp == 1:
+        return fixed_s
+    turns = passes.count + passes.bubble * (layout.pp - 1)
+    return turns * (max(stage_s / passes.count, read_s) + fixed_s) - stage_s
+
+
+def bubble_share(options: Mapping[str, object], *, recomputes: bool = False) -> float:
+    """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in the order that a trainer's options say.
+
+    Interleaved (`vpp`), a stage waits for a chunk in place of all its layers. With `schedule: zero-bubble` it computes gradients of weights
+    meanwhile, (pp - 1) (F + B - W); forward, gradients of what came in and those of weights count as equally long.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1).
+
+    >>> [round(bubble_share(options), 3) for options in ({}, {"vpp": 2}, {"schedule": "zero-bubble"})]
+    [1.0, 0.5, 0.333]
+    """
+    passes = 4 if recomputes else 3
+    left = (passes - 2) / passes if options.get("schedule") == ZERO_BUBBLE else 1.0
+    return left / chunks_of(options)
 
 
 def legal_layouts(

@@ -480,7 +480,7 @@ def _count_allowed(num: int, pin: PinSpec) -> bool:
 
 
 def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:
-    fixed = [(name, value) for name, value in pin.layout if value is not None]
+    fixed = [(name, value) for name, value in pin.layout if value is not None and name != "micro_batches"]
     return all(getattr(layout, name) == value for name, value in fixed) and (
         pin.offload in (None, layout.offload) and pin.recompute in (None, layout.recompute)
     )

@@ -51,6 +51,7 @@ from m2flow.micro.protocol.cost_terms import (
     EpisodeCosts,
     Footprint,
     FunctionCost,
+    HeldPart,
     Layout,
     PassCost,
     Switch,
@@ -697,6 +698,12 @@ class ProfiledCosts(Costs):
 
     def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
         return self.modelled.arithmetic(engine, pool, layout)
+
+    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        return self.modelled.micro_batches(engine, pool, layout)
+
+    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+        return self.modelled.held_parts(engine, layout)
 
     def rest_s(self) -> float:
         return 0.0 if self.profile.turn_s else self.modelled.rest_s()

@@ -30,7 +30,7 @@ from m2flow.errors import PlanError
 from m2flow.macro.session import infrequent_gc
 from m2flow.micro.protocol.cost_terms import Costs, EngineId
 from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode
-from m2flow.planner.breakdown import advice_of, bounds_of, interval_of, parts_of, step_s, why_lost, works_of
+from m2flow.planner.breakdown import advice_of, bounds_of, held_by, interval_of, parts_of, settled, step_s, why_lost, works_of
 from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, memory_price, prune_options
 from m2flow.planner.plan_tree import (
     MOST_COUNTS,
@@ -66,7 +66,6 @@ from m2flow.planner.plan_tree import (
     tree_of,
     ways_in,
     ways_of,
-    with_early_onload,
 )
 from m2flow.planner.problem import (
     Cut,
@@ -522,7 +521,7 @@ def find_plan(
 def _choice(found: Found) -> Choice:
     """Describe a plan by itself, not compared with others."""
     problem = found.problem
-    placements, parts = with_early_onload(problem, placements_of(found.node, found.places)), parts_of(problem, found.node)
+    placements, parts = settled(problem, placements_of(found.node, found.places)), parts_of(problem, found.node)
     gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in found.bounds), default=0.0))
     return Choice(
         flow=problem.workload.flow,
@@ -541,6 +540,7 @@ def _choice(found: Found) -> Choice:
         constants=problem.costs.constants(),
         works=tuple(works_of(problem, found.node, parts)),
         interval_s=interval_of(problem, parts),
+        held=held_by(problem, placements),
     )
 
 

@@ -21,7 +21,7 @@ import m2flow
 from m2flow import errors, rewards, spec
 from m2flow.cli.help import LATER, SINCE, TOPICS, docstring, documentation, help_of, methods, public
 from m2flow.cli.main import cli
-from m2flow.engines.distributed.deepspeed import Options
+from m2flow.engines.distributed import DeepSpeedOptions as Options
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import sglang, vllm
 from m2flow.engines.servers.inference_server import ServedRolloutOptions

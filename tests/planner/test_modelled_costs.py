@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from m2flow.engines.contract import ParallelLayouts
 from m2flow.errors import EngineError, ModelError, SpecError
-from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
-from m2flow.planner.cost_model import ModelledCosts, bubble_share, shapes_of
+from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout, PassCost
+from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named, zoo
-from m2flow.planner.pools import GIB, legal_layouts, offered
+from m2flow.planner.pools import GIB, Passes, bubble_share, legal_layouts, offered
 from m2flow.planner.workload import CallLoad, Extent, Workload
 from m2flow.recipe import Lora, Model
 from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec, WeightsSpec
@@ -438,14 +438,18 @@ def test_a_pipeline_waits_for_its_first_micro_batch_and_sequence_parallelism_exc
     shape = shape_named("Qwen2.5-7B")
     pool = pools_of(ClusterSpec(pools={"main": PoolSpec(device="h100")}))["main"]
 
-    def made(layout: Layout) -> tuple[float, float]:
-        cost = train_cost(shape, pool, layout, microbatch_tokens=10_000, is_trained=True, recomputes=True)
-        return cost.update.token_s, cost.optimizer_s
+    def made(layout: Layout, split: Passes | None = None) -> tuple[float, float, float]:
+        cost = train_cost(shape, pool, layout, microbatch_tokens=10_000, is_trained=True, recomputes=True, split=split)
+        return cost.update.token_s, cost.optimizer_s, cost.update.fixed_s
 
-    (alone, _), (piped, piped_step) = made(Layout(dp=8)), made(Layout(pp=4, dp=2))
+    (alone, _, _), (piped, piped_step, _) = made(Layout(dp=8)), made(Layout(pp=4, dp=2))
     assert piped == pytest.approx(alone)
     reduced = 2 * pool.gather_s(2 * shape.num_parameters / 4, 2, 4) + 28 * shape.num_parameters / 4 / pool.step_bytes_s
     assert piped_step - reduced == pytest.approx(3 * 10_000 * piped * 2)  # (stages - 1) micro-batches of one of two replicas
+    _, step_s, fixed_s = made(Layout(pp=4, dp=2), Passes(4, 4.0))
+    assert step_s == pytest.approx(reduced)
+    part_s = 10_000 * piped * 2 / 4  # A micro-batch of one of two replicas in four parts, each with its launches; three stages wait.
+    assert fixed_s * 2 == pytest.approx(3 * part_s + 7 * pool.device.microbatch_s)
     heads = (28 + 4) * 256 * 2
     exchanged_s = 4 * 0.5 * 28 * heads / 2 / pool.link_bytes_s / 8  # four passes, half of it hidden; to one of two, by eight devices
     assert made(Layout(sp=2, dp=4))[0] - alone == pytest.approx(exchanged_s)
@@ -458,16 +462,16 @@ def test_a_micro_batch_is_as_long_as_its_longest_sample_at_the_least() -> None:
     )
 
 
-def fastest(options: Mapping[str, object], model: str = "Qwen2.5-7B", nodes: int = 2, tokens: float = 4e6) -> tuple[str, float]:
-    """The layout of a trainer `fsdp` in which a mini-batch of so many tokens takes least, and its seconds."""
-    budget = 8192
-    asked = costs(model, "h100", nodes, train=TrainSpec(engine="fsdp", token_budget=budget, options=dict(options)))
+def fastest(options: Mapping[str, object], budget: int = 16_384, tokens: float = 4e6) -> tuple[str, float]:
+    """The layout of a trainer `fsdp` on two nodes in which a mini-batch of so many tokens takes least, and its seconds."""
+    asked = costs(device="h100", nodes=2, train=TrainSpec(engine="fsdp", token_budget=budget, options=dict(options)))
+    asked = asked.for_spec(asked.spec.model_copy(update={"pools": {"main": PoolSpec(device="h100", nodes=2, network_gb_s=20)}}))
 
     def seconds(layout: Layout) -> float:
         cost = asked.train(TRAIN, "main", layout)
         return tokens * cost.update.token_s + tokens / budget * cost.update.fixed_s + cost.optimizer_s
 
-    best = min(asked.layouts(TRAIN, "main", 8 * nodes), key=seconds)
+    best = min(asked.layouts(TRAIN, "main", 16), key=seconds)
     return str(best), seconds(best)
 
 
@@ -481,20 +485,23 @@ def test_an_order_of_stages_with_a_shorter_wait_moves_the_choice_to_stages() -> 
     assert interleaved[0] == without[0] == "pp2xdp8xzero3"
     assert plain[1] > interleaved[1] > without[1] > fastest({"vpp": 2, **ZERO_BUBBLE})[1]
     # A third of the wait moves a choice that half of it does not.
-    found = [fastest(options, "Qwen2.5-32B", 1, 1e6)[0] for options in ({}, {"vpp": 2}, ZERO_BUBBLE)]
-    assert found == ["dp8xzero3", "dp8xzero3", "pp8"]
+    found = [fastest(options, 32_768)[0] for options in ({}, {"vpp": 2}, ZERO_BUBBLE)]
+    assert found == ["dp16xzero3", "dp16xzero3", "pp2xdp8xzero3"]
 
 
 def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
-    def step_s(options: Mapping[str, object], pp: int) -> float:
-        asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192, options=dict(options)))
-        return asked.train(TRAIN, "main", Layout(pp=pp, dp=8 // pp, zero=3)).optimizer_s
+    def update(options: Mapping[str, object], pp: int) -> PassCost:
+        asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192, options={"micro_batches": 4, **options}))
+        return asked.train(TRAIN, "main", Layout(pp=pp, dp=8 // pp, zero=3)).update
 
-    asked = costs(device="h100", train=TrainSpec(engine="fsdp", token_budget=8192))
-    wait_s = 3 * 16_384 * asked.train(TRAIN, "main", Layout(pp=4, dp=2, zero=3)).update.token_s * 2
+    # Four parts, and what three stages wait for: replica seconds of a part are those of its tokens on a stage, and its own.
+    plain, replicas = update({}, 4), 2
+    of_tokens_s = 8192 * plain.token_s * replicas / 4
+    own_s = (plain.fixed_s * replicas - 3 * of_tokens_s) / 7
+    assert 0 < own_s < of_tokens_s
     for options, share in (({"vpp": 2}, 1 / 2), (ZERO_BUBBLE, 1 / 3), ({"vpp": 2, **ZERO_BUBBLE}, 1 / 6)):
-        assert step_s({}, 4) - step_s(options, 4) == pytest.approx((1 - share) * wait_s)
-        assert step_s({}, 1) == step_s(options, 1)
+        assert plain.fixed_s - update(options, 4).fixed_s == pytest.approx((1 - share) * 3 * (of_tokens_s + own_s) / replicas)
+        assert update({}, 1) == update(options, 1)
     assert bubble_share(ZERO_BUBBLE, recomputes=True) == 1 / 2
 
 

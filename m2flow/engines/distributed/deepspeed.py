@@ -3,7 +3,7 @@
     every rank:  the same micro-batch --shares--> its own samples --packed passes--> gradients --DeepSpeed--> parts, averaged
                  apply: parts * ranks / denominator --clip--> `RecipeAdamW` on the parts that this rank holds --DeepSpeed--> weights
 
-    train.options --read--> Options --configuration--> what `deepspeed.initialize` is told
+    train.options --read_deepspeed--> DeepSpeedOptions --configuration--> what `deepspeed.initialize` is told
 
 How a batch is shared out is in `m2flow.engines.distributed.ranks`. Only the public interface of an unpatched release is used. The plan sets
 the boundary of gradient accumulation (`managed_gradient_accumulation: false`): every `step` is one. Clipping, rate and AdamW itself
@@ -57,7 +57,6 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,15 @@ from torch import Tensor
 
 from m2flow.engines import installed
 from m2flow.engines.contract import MOVED, EngineSettings
-from m2flow.engines.distributed import model_parallel, sequence_parallel
+from m2flow.engines.distributed import (
+    NVME,
+    DeepSpeedOptions,
+    check_groups,
+    check_split_adapters,
+    model_parallel,
+    read_deepspeed,
+    sequence_parallel,
+)
 from m2flow.engines.distributed.ranks import RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, use_threads
@@ -77,7 +84,7 @@ from m2flow.engines.models.optimizers import RecipeAdamW, packed_state, unpacked
 from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.routing import checked_routers
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, MissingExtra, ModelError, did_you_mean
+from m2flow.errors import EngineError, MissingExtra, ModelError
 from m2flow.recipe import AdamW, Model, Optimizer
 from m2flow.samples import Batch, Ragged, make_ids
 
@@ -135,126 +142,11 @@ def recompute_layers(model: Any) -> None:
             module.training = True  # Of this module alone: its layers ask it before they keep less.
 
 
-# ---- options
-
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-NVME = "nvme"
-"""Offloaded to a drive, not to the host's memory."""
-_OFFLOADS = ("offload_optimizer", "offload_parameters")
-_OF_THE_PASSES = ("logprob_tokens", "share_prompts", "fp32_head", "head_logits")
-"""Options that the embedded trainer reads by itself."""
-
-_TENSOR_PARALLEL = ("no option of that name", "Write tp: 2 for ranks that split layers among them (AutoTP).")
-_SEQUENCE_PARALLEL = ("no option of that name", "Write sp: 2 for ranks that split sequences among them (Ulysses).")
-_REFUSED = {
-    **dict.fromkeys(("autotp_size", "tensor_parallel"), _TENSOR_PARALLEL),
-    **dict.fromkeys(("ulysses", "sequence_parallel", "sequence_parallel_size"), _SEQUENCE_PARALLEL),
-}
-"""Options of DeepSpeed's own configuration -> what to write instead."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of `train: {engine: deepspeed}`."""
-
-    zero: int = 1
-    """ZeRO stage. 0: nothing is sharded. 1: the optimiser's state. 2: gradients too. 3: weights too. Take the lowest that fits."""
-    tp: int = 1
-    """Neighbouring ranks that split the layers among them (AutoTP)."""
-    sp: int = 1
-    """Neighbouring ranks that share each sequence, and in the attention the heads (Ulysses)."""
-    compute_dtype: str = ""
-    """Type of the passes; by default the model's own. Below float32, weights and moments are kept in float32 beside it."""
-    offload_optimizer: bool | str = False
-    """Moments and float32 weights are kept in the host's memory and stepped there (`zero` 1 to 3). `nvme`: moments on a drive, in stage 3
-    those weights too."""
-    offload_parameters: bool | str = False
-    """Weights are kept in the host's memory (`zero: 3`). `nvme`: on a drive, which needs libaio."""
-    nvme_path: str = ""
-    """A directory on that drive."""
-    activation_checkpointing: bool = False
-    """Keep only the input of each layer, and recompute the rest in the backward pass."""
-    loss_scale: float = 0.0
-    """float16: what a loss is multiplied by; 0 searches for a scale, from `initial_loss_scale` on."""
-    initial_loss_scale: float = 65536.0
-    """float16: where the search for a scale starts."""
-    bucket_elements: int = 50_000_000
-    """Numbers sent at a time."""
-
-
-def read(given: Mapping[str, object], model_dtype: str) -> Options:
-    """Read the options, and fill in the precision.
-
-    Raises:
-        EngineError: one that is none, or two that do not go together.
-    """
-    kinds = {field.name: type(field.default) for field in fields(Options)}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in _OF_THE_PASSES:
-            continue
-        if (refused := _REFUSED.get(name)) is not None:
-            raise EngineError(f"the train engine 'deepspeed' has {refused[0]}", now=refused[1])
-        if name not in kinds:
-            raise EngineError(f"the train engine 'deepspeed' has no option {name!r}", now=did_you_mean(name, kinds))
-        fits = type(value) in (int, float) if kinds[name] is float else type(value) is kinds[name]
-        if not fits and not (name in _OFFLOADS and value == NVME):
-            raise EngineError(f"the option {name} of the train engine 'deepspeed' is {value!r}, not a {kinds[name].__name__}")
-        found[name] = value
-    options = Options(**{"compute_dtype": model_dtype, **found})
-    _check(options)
-    return options
-
-
-def _check(options: Options) -> None:
-    if options.zero not in (0, 1, 2, 3):
-        raise EngineError(f"there is no ZeRO stage {options.zero}", now="Write zero: 0, 1, 2 or 3.")
-    if options.compute_dtype not in _PRECISIONS:
-        raise EngineError(f"DeepSpeed has no passes in {options.compute_dtype!r}", now=f"Write {', '.join(_PRECISIONS)}.")
-    if options.compute_dtype != "float32" and options.zero == 0:
-        # Its wrapper keeps masters that nothing public can read, so no checkpoint could be written.
-        raise EngineError(
-            f"ZeRO stage 0 keeps its float32 weights out of reach in {options.compute_dtype}",
-            now="Write zero: 1, which spreads nothing on one rank.",
-        )
-    if options.offload_optimizer and options.zero == 0:
-        raise EngineError("ZeRO stage 0 can't keep its optimiser in the host's memory", now="Write zero: 1.")
-    if options.offload_parameters and options.zero != 3:
-        raise EngineError(f"ZeRO stage {options.zero} can't keep its weights in the host's memory", now="Write zero: 3.")
-    on_drive = [name for name in _OFFLOADS if getattr(options, name) == NVME]
-    if on_drive and not options.nvme_path:
-        raise EngineError(f"{on_drive[0]} is {NVME}, and no drive is named", now="Write nvme_path: a directory on it.")
-    if options.nvme_path and not on_drive:
-        raise EngineError("nvme_path names a drive, and nothing is kept there", now="Write offload_optimizer: nvme.")
-
-
-def check_ranks(options: Options, num_ranks: int) -> None:
-    """Check that groups divide the number of ranks. Raises `EngineError`."""
-    for name in ("tp", "sp"):
-        degree = getattr(options, name)
-        if degree < 1 or num_ranks % degree:
-            raise EngineError(
-                f"{name} is {degree}, which does not divide {num_ranks} ranks", now=f"Give train.ranks a multiple of train.options.{name}."
-            )
-    if options.tp > 1 and options.sp > 1:
-        raise EngineError(
-            "layers are not split over some ranks and sequences over others at once", now="Leave tp or sp out; zero: 3 spreads weights too."
-        )
-
-
-def check_adapters(options: Options, model: Model) -> None:
-    """Refuse adapters in half precision: the base would be rounded, and the checkpoint with it. Raises `EngineError`."""
-    if model.lora is not None and options.tp > 1:
-        raise EngineError("adapters are not split over tensor-parallel ranks", now="Leave tp out, and spread the base with zero: 3.")
-    if model.lora is not None and options.compute_dtype != model.dtype:
-        raise EngineError(
-            f"DeepSpeed would round the weights beside the adapters from {model.dtype} to {options.compute_dtype}, and keep no others",
-            now=f"Write Policy(..., dtype={options.compute_dtype!r}) in the flow, or leave compute_dtype out.",
-        )
+# ---- what the library is told
 
 
 def configuration(
-    options: Options, *, pin_memory: bool, largest: int = 0, tensor_parallel: Mapping[str, Any] | None = None
+    options: DeepSpeedOptions, *, pin_memory: bool, largest: int = 0, tensor_parallel: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Build the configuration for `deepspeed.initialize`.
 
@@ -318,9 +210,9 @@ class DeepSpeedTrain(RankedTrain):
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
-        self._options = read(settings.options, model.dtype)
-        check_ranks(self._options, settings.num_ranks)
-        check_adapters(self._options, model)
+        self._options = read_deepspeed(settings.options, model.dtype)
+        check_groups(self._options, settings.num_ranks)
+        check_split_adapters(self._options, model)
         if model.balance is not None and self._options.compute_dtype == "float16":
             raise EngineError("experts are not balanced where a loss is scaled (float16)", now="Take bfloat16, or leave balance out.")
         self._engine: Any = None

@@ -85,7 +85,6 @@ from torch.distributed.tensor import Shard
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     NUM_SHARED,
-    ZERO_BUBBLE,
     Agreement,
     EngineSettings,
     HeldCheckpoint,
@@ -95,16 +94,16 @@ from m2flow.engines.contract import (
     WeightForm,
     blended,
 )
-from m2flow.engines.distributed import COLLECTIVE_TIMEOUT, STACKED, STAGED, check_fsdp, model_parallel, sequence_parallel
+from m2flow.engines.distributed import COLLECTIVE_TIMEOUT, check_fsdp, layers_of_stages, model_parallel, sequence_parallel
 from m2flow.engines.distributed.guard import Exchange, Guard, Recomputed, weights_of_pass
-from m2flow.engines.distributed.pipeline import Line, PutOff, layers_of_stages
+from m2flow.engines.distributed.pipeline import Line, PutOff
 from m2flow.engines.distributed.ranks import MEANING, Box, RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, empty_cache, groups_of_weights, layers, matrices_of_layers
 from m2flow.engines.models.optimizers import Elsewhere, Optimizers
 from m2flow.engines.models.routing import BALANCE_LOSS, REROUTED, Z_LOSS, Mixture, beside_experts
 from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
-from m2flow.engines.registry import built_in
+from m2flow.engines.registry import STACKED, STAGED, ZERO_BUBBLE, built_in
 from m2flow.errors import EngineError, InternalError, M2FlowError, unexpected
 from m2flow.recipe import REFERENCE_TOP_IDS, REFERENCE_TOP_LOGPROBS, TOP_LOGPROBS, Loss, Model, Optimizer
 from m2flow.samples import Batch

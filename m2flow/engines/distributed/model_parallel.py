@@ -58,10 +58,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, _collective_utils, _redistribute, debug, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from m2flow.engines.distributed import COLWISE, ROWWISE, STACKED, STAGED, SUMMED, plan_of
+from m2flow.engines.distributed import COLWISE, ROWWISE, SUMMED, plan_of
 from m2flow.engines.distributed.guard import Guard, GuardedPart, Midway
 from m2flow.engines.models import lora
 from m2flow.engines.models.optimizers import squared_norm
+from m2flow.engines.registry import STACKED, STAGED
 from m2flow.errors import EngineError
 
 _STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}

@@ -13,7 +13,6 @@ Source: 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), with the or
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -31,17 +30,6 @@ from m2flow.engines.distributed.sequence_parallel import reduce_scatter
 from m2flow.engines.models.trainer_checkpoint import local
 
 _P = TypeVar("_P")
-
-
-def layers_of_stages(num_layers: int, count: int) -> list[range]:
-    """Spread layers over stages; the first stages have one more where they do not divide.
-
-    >>> layers_of_stages(5, 2)
-    [range(0, 3), range(3, 5)]
-    """
-    each, more = divmod(num_layers, count)
-    starts = [stage * each + min(stage, more) for stage in range(count + 1)]
-    return [range(*bounds) for bounds in itertools.pairwise(starts)]
 
 
 def turns(num_passes: int, count: int, chunks: int) -> list[tuple[int, int]]:

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m2flow.engines.distributed import check_heads
 from m2flow.engines.distributed.model_parallel import Block
 from m2flow.engines.models.packing import AttentionLayout, Packed, choose_buckets, last_hidden, pack, packed_attention
 from m2flow.errors import EngineError
@@ -119,17 +120,6 @@ class SequenceParallel:
         features["position_ids"] = torch.zeros((1, 1), dtype=torch.int64, device=query.device)
         output: Tensor = self._exchange(module, query, key, value, None, **features)[0]
         return output.unflatten(-1, (query.shape[1], -1)), None
-
-
-def check_heads(config: Any, sp: int) -> None:
-    """Check that the ranks divide a model's heads. Raises `EngineError`."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := int(getattr(config, name))) % sp:
-            raise EngineError(f"sp is {sp}, which does not divide the model's {name}, {heads}", now="Take an sp that does.")
-    if getattr(config, "v_head_dim", None):
-        raise EngineError(
-            f"a {config.model_type!r} model has keys and values of two sizes, which `sp` does not support", now="Leave sp out."
-        )
 
 
 def with_rows(layout: AttentionLayout, num_rows: int, num_more: int) -> AttentionLayout:

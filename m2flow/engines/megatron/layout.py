@@ -133,6 +133,26 @@ def read(given: Mapping[str, object]) -> Options:
     return options
 
 
+def held_by(given: Mapping[str, object], num_ranks: int, num_layers: int, num_experts: int) -> list[tuple[list[range], range]]:
+    """The layers of each rank, in spans, and the experts of each of them, of which it has the part that `etp` says.
+
+    Source:
+        `TransformerLayer._get_layer_offset` and `parallel_state.initialize_model_parallel` of Megatron-core: stages are the outermost
+        groups of ranks, chunk c of stage s is part c * pp + s of the layers, and the ranks of an expert are neighbours.
+
+    >>> held_by({"pp": 2, "vpp": 2, "ep": 2}, 4, 8, 4)[2]
+    ([range(2, 4), range(6, 8)], range(0, 2))
+    """
+    options = read(given)
+    each, size, experts = num_layers // (options.pp * options.vpp), num_ranks // options.pp, num_experts // options.ep
+    found = []
+    for rank in range(num_ranks):
+        stage, place = rank // size, rank % size // options.expert_tp % options.ep
+        parts = range(stage, options.pp * options.vpp, options.pp)
+        found.append(([range(part * each, (part + 1) * each) for part in parts], range(place * experts, (place + 1) * experts)))
+    return found
+
+
 def check_before(model: Model, given: Mapping[str, object], num_ranks: int) -> None:
     """Check all that can be known before a run. Raises `EngineError`, or `ModelError` for a model that is not there."""
     from m2flow.engines.models.model_files import config_of  # It loads transformers.

@@ -155,6 +155,8 @@ def pinned_to(choice: Choice, spec: ClusterSpec) -> ClusterSpec:
     pins = {}
     for placement in choice.placements:
         degrees = {name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero")}
+        if placement.layout.pp > 1 and placement.engine.kind == "train":
+            degrees["micro_batches"] = placement.micro_batches
         devices = (placement.first_device, placement.devices.stop)
         pins[str(placement.engine)] = PinSpec(
             pool=placement.pool or None,
@@ -176,6 +178,8 @@ def bits_kept(choice: Choice, spec: ClusterSpec, device: str) -> ClusterSpec:
     for placement in choice.placements:
         names = ("pp", "sp", "ep", *(("tp",) if device != "cpu" else ()), *(("dp", "zero") if placement.engine.kind == "train" else ()))
         degrees = {name: getattr(placement.layout, name) for name in names}
+        if placement.layout.pp > 1 and placement.engine.kind == "train":
+            degrees["micro_batches"] = placement.micro_batches
         given = pins.get(str(placement.engine), PinSpec())
         pins[str(placement.engine)] = given.model_copy(update={"layout": given.layout.model_copy(update=degrees)})
     return spec.model_copy(update={"pin": pins})

@@ -50,7 +50,7 @@ from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, WeightsSpec
 
 _NAMES = ("tp", "pp", "ep")
-_TRAINERS = (*_NAMES, "sp", "zero", "offload")
+_TRAINERS = (*_NAMES, "sp", "offload")
 
 
 def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
@@ -64,8 +64,13 @@ def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec)
     """An engine with the degrees of its placement, and a trainer with whether it recomputes layers there."""
     if placement.engine.kind == "train":
         is_planned_for = bool(spec.pools) and placement.footprint.gradients > 0 and slot.engine in _recomputing()
-        degrees = {name: getattr(placement.layout, name) for name in _TRAINERS} if spec.pools else {}
-        return msgspec.structs.replace(slot, **degrees, recompute=placement.layout.recompute or is_planned_for)
+        layout = placement.layout
+        degrees = {name: getattr(layout, name) for name in _TRAINERS} | {"is_searched": True} if spec.pools else {}
+        if spec.pools and layout.num_sharing > 1:
+            degrees["zero"] = layout.zero
+        if spec.pools:
+            degrees["micro_batches"] = placement.micro_batches
+        return msgspec.structs.replace(slot, **degrees, recompute=layout.recompute or is_planned_for)
     if not spec.pools:
         return slot
     return msgspec.structs.replace(slot, **{name: getattr(placement.layout, name) for name in _NAMES})

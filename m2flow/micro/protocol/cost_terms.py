@@ -61,6 +61,11 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
         """Whether all degrees but `dp` are those of another layout."""
         return (self.tp, self.pp, self.sp, self.ep) == (other.tp, other.pp, other.sp, other.ep)
 
+    @property
+    def num_sharing(self) -> int:
+        """Devices that have the same part of a trainer's model, which ZeRO shares out among them."""
+        return self.dp * self.sp
+
     def __str__(self) -> str:
         names = [f"{name}{value}" for name in ("tp", "pp", "sp", "ep", "dp") if (value := getattr(self, name)) > 1]
         names += [f"zero{self.zero}"] if self.zero else []
@@ -233,6 +238,20 @@ class Switch(msgspec.Struct, frozen=True):
     """Time in which a server that stays while others work on its devices rebuilds the cache and the graphs that it gave up for them."""
 
 
+class HeldPart(msgspec.Struct, frozen=True):
+    """What some ranks of a trainer hold of its model: layers of a stage, and of their experts some."""
+
+    engine: EngineId
+    ranks: tuple[int, ...]
+    stage: int
+    layers: tuple[tuple[int, int], ...]
+    """Spans: the first layer and the one after the last. Several, if a stage has chunks of layers."""
+    beside: tuple[str, ...] = ()
+    """`embedding`, `head`: what else is of the stage."""
+    experts: tuple[int, int] | None = None
+    """The first and the one after the last, of each layer; None: it has all, or there is none."""
+
+
 class Arithmetic(msgspec.Struct, frozen=True):
     """What one token costs an engine's model, and what a device has for it; for tokens a second, MFU and bandwidth in print."""
 
@@ -325,6 +344,14 @@ class Costs(ABC):
     def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
         """Return what a token costs; None where only times are known."""
         return None
+
+    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        """In how many parts a micro-batch of a trainer passes through its stages; 1: there is one stage, or it is not known."""
+        return 1
+
+    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+        """What the ranks of a trainer hold, those that hold the same together; empty if all hold the same, or it is not known."""
+        return ()
 
     def rest_s(self) -> float:
         """Return the time of a step that belongs to none of its calls: the program, metrics, moving its data. 0 where nobody knows it."""

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from m2flow.errors import PlanError
-from m2flow.micro.protocol.cost_terms import Constant, EngineId, Footprint, Layout
+from m2flow.micro.protocol.cost_terms import Constant, EngineId, Footprint, HeldPart, Layout
 from m2flow.spec import WeightTransport
 
 Mode = Literal["time-shared", "split", "hybrid"]
@@ -49,6 +49,9 @@ class Placement(msgspec.Struct, frozen=True):
 
     onload_at: float = msgspec.field(default=0.0, name="comes_at")
     """Share of the samples before it that have ended when a swapped trainer onloads, while others still run. 0: all."""
+
+    micro_batches: int = 1
+    """Parts in which a micro-batch of a trainer passes through its stages."""
 
     @property
     def devices(self) -> range:
@@ -132,6 +135,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The work of each call on devices."""
     interval_s: tuple[float, float] = (0.0, 0.0)
     """The interval in which the step time is believed to lie; two zeros: nobody knows."""
+    held: tuple[HeldPart, ...] = ()
+    """What the ranks of trainers hold whose ranks do not all hold the same."""
 
     @property
     def lower_bound_s(self) -> float:
@@ -171,16 +176,20 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """Whether each layer of a trainer keeps only what comes in, and is computed again in the backward pass."""
     sp: int = 1
     """Ranks of a trainer that share each sequence."""
-    zero: int = 0
-    """ZeRO stage of a trainer."""
+    zero: int | None = None
+    """ZeRO stage of a trainer's replicas; None: its own."""
     offload: bool = False
     """Whether a trainer's optimiser is in the host's memory."""
+    micro_batches: int = 1
+    """Parts in which a micro-batch of a trainer passes through its stages."""
+    is_searched: bool = False
+    """Whether a search chose these degrees of a trainer, those that are 1 too."""
 
     @property
     def planned(self) -> dict[str, int | bool]:
         """What a plan says of a trainer's layout, beyond one device."""
         plain = EngineSlot(self.role, self.kind, self.engine)
-        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute")
+        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute", "micro_batches", "is_searched")
         return {name: value for name in names if (value := getattr(self, name)) != getattr(plain, name)}
 
     @property
@@ -559,7 +568,11 @@ def _turn(slot: EngineSlot) -> str:
 
 def _degrees(slot: EngineSlot) -> str:
     degrees = [f", {name} {slot.planned[name]}" for name in ("tp", "pp", "sp", "ep", "zero") if name in slot.planned]
-    return "".join(degrees) + ", optimizer offloaded" * slot.offload + ", layers recomputed" * slot.recompute
+    return "".join(degrees) + ", optimizer offloaded" * slot.offload + _passes(slot) + ", layers recomputed" * slot.recompute
+
+
+def _passes(slot: EngineSlot) -> str:
+    return f", micro-batches in {slot.micro_batches} parts" if slot.micro_batches > 1 else ""
 
 
 def _how(stage: Stage) -> str:

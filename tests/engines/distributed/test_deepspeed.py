@@ -22,7 +22,7 @@ from adapted_trainers import (
 from tiny_models import CONFIGS, SMALL, VOCABULARY, random_model, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
-from m2flow.engines.distributed import model_parallel, sequence_parallel
+from m2flow.engines.distributed import check_heads, model_parallel
 from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models import packing
@@ -433,7 +433,7 @@ def test_layers_and_sequences_are_not_split_at_once_and_heads_must_divide(model:
     with pytest.raises(EngineError, match=r"tp is 3.* num_attention_heads"):
         model_parallel.AutoTP(loaded, 3)
     with pytest.raises(EngineError, match=r"sp is 3.* num_attention_heads"):
-        sequence_parallel.check_heads(loaded.config, 3)
+        check_heads(loaded.config, 3)
 
 
 def deepspeed(model: Model, num_ranks: int, followers: Followers, **options: int | bool | str) -> TrainEngine:

@@ -30,10 +30,11 @@ from trainer_layouts import (
 )
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
-from m2flow.engines.distributed import STACKED, check_fsdp
+from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import EXPERTS, load_model
+from m2flow.engines.registry import STACKED
 from m2flow.errors import EngineError
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import legal_layouts, offered, thread_layouts

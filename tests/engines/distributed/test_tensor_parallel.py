@@ -26,9 +26,10 @@ from trainer_layouts import (
 )
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
-from m2flow.engines.distributed import STACKED, check_fsdp
+from m2flow.engines.distributed import check_fsdp
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.registry import STACKED
 from m2flow.errors import EngineError
 from m2flow.recipe import SGD, Model, Optimizer
 from m2flow.testing.mirrored import Followers, Mirrored
