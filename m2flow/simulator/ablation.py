@@ -29,6 +29,7 @@ from m2flow.micro.protocol.cost_terms import (
     EngineKind,
     EpisodeCosts,
     Footprint,
+    HeldPart,
     FunctionCost,
     Layout,
     Switch,
@@ -155,6 +156,12 @@ class AblatedCosts(Costs):
 
     def unit(self, engine: EngineId, pool: str) -> int:
         return self._costs.unit(engine, pool)
+
+    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        return self._costs.micro_batches(engine, pool, layout)
+
+    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+        return self._costs.held_parts(engine, layout)
 
     def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
         return self._costs.decode(engine, pool, layout)
