@@ -15,6 +15,7 @@
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
+CORE_JOBS := $(if $(filter 0,$(JOBS)),0,$(shell expr $(JOBS) + 1))
 MINUTES ?= 30
 SEED ?=
 DEVICE ?= cuda
@@ -57,10 +58,11 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-# As many processes as cores, each with one thread for torch: with more they get into each other's way. JOBS=0 is one process.
+# One process more than cores, each with one thread for torch: a fifth of their time these tests wait, for processes that start, end or
+# are given up. The rest of the tests has as many as cores. JOBS=0 is one process.
 core: $(VENV)/.installed
 	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu and not long" --durations=50 --write-skipped=$(SKIPPED)/core.tsv
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORE_JOBS) --dist worksteal -m "not slow and not gpu and not long" --durations=50 --write-skipped=$(SKIPPED)/core.tsv
 
 # A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run. The
 # environments wait for the network, so they are set up side by side. Tests of a file share its servers, so a file stays in one process;
