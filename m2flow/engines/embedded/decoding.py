@@ -751,7 +751,7 @@ class ContinuousDecoder:
         count = self._rows["count"][row]
         masks = self._masks.get(self._jobs[row].id)
         job = self._jobs[row].extended(self._tokens[row, :count], self._logprobs[row, :count], version, masks)
-        if not self._model.records_routing:
+        if not self._model.records_routing or row >= len(self._routed):  # Or its prefill ran out of memory.
             return job
         return replace(job, routed_experts=np.concatenate([*self._routed[row], self._model.unknown_routing(1)]))
 

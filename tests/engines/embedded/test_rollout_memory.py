@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cramped import Room
@@ -72,3 +74,19 @@ def test_what_does_not_fit_alone_is_said(model: Model, deterministic: bool) -> N
     with Room(1000, lambda: engine.memory().kv), pytest.raises(OutOfMemory, match="out of memory with"):
         generated(engine, 2)
     engine.stop()
+
+
+def test_samples_of_a_mixture_that_do_not_fit_together_are_generated_with_their_routing(tmp_path: Path) -> None:
+    path = save_config("Qwen3Moe", tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+    mixture = Model(path, "random", routing="rollout")
+    free, narrow = started(mixture, deterministic=False), started(mixture, deterministic=False)
+    generated(free, 4)
+    with Room(free.memory().kv * 5 // 8, lambda: narrow.memory().kv) as room:
+        found = generated(narrow, 4)
+    assert room.num_refused > 0
+    assert len(found) == 16
+    for sample in found:
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == 3 + len(sample.tokens)
+    free.stop()
+    narrow.stop()
