@@ -50,6 +50,10 @@ class Place(NamedTuple):
     waits: bool
     """Whether it waits in a collective."""
 
+    def words(self) -> str:
+        """Describe it, but for whether it waits."""
+        return f"{self.work}, for {self.for_s:.0f} s, in {self.at}"
+
 
 _COLLECTIVES = (
     "/torch/distributed/",
@@ -122,6 +126,11 @@ class Course:
     def at(self, work: str) -> None:
         """The call has come to work that is no pass."""
         self._work, self._since_s = work, time.monotonic()
+
+    def words(self) -> str:
+        """Describe the place; empty: in no call. For any thread."""
+        place = self.place()
+        return "" if place is None else f"{place.words()}{', where it waits for others' * place.waits}"
 
     def place(self) -> Place | None:
         """Where the rank is at this moment; None: in no call. For any thread."""

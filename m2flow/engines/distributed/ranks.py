@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m2flow.engines import PLACES
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     Agreement,
@@ -130,6 +131,7 @@ class Ranks:
         if self not in self._open:
             return
         if self._watch is not None:
+            PLACES.remove(self.course.words)
             self._watch.close()
             self._watch = None
         dist.destroy_process_group(self.group)
@@ -165,6 +167,7 @@ class Ranks:
         self.limit(*dist.distributed_c10d._world.pg_map, wait=self._timeout)
         self._watch = Watch(self.rank, self.count, self._open.index(self), self.course, self._timeout.total_seconds())
         self._watch.open()
+        PLACES.append(self.course.words)
 
     def hung(self, error: Exception) -> StateLost | None:
         """What is to be said in place of an error of a call: who hangs, if that was the reason."""
@@ -287,7 +290,7 @@ class Watch:
             time.sleep(self._period_s / 4)
             with suppress(RuntimeError):
                 places.update(self._told())
-        hanging = [f"rank {rank} of this trainer hangs: {_described(place)}" for rank, place in places.items() if not place.waits]
+        hanging = [f"rank {rank} of this trainer hangs: {place.words()}" for rank, place in places.items() if not place.waits]
         if not hanging:
             silent = [str(rank) for rank in range(self._count) if rank != self._rank and rank not in places]
             if not silent or "imed out" not in str(error):
@@ -304,10 +307,6 @@ class Watch:
                 at_s, place = told
                 if time.time() - at_s < 3 * self._period_s:
                     yield rank, Place(*place)
-
-
-def _described(place: Place) -> str:
-    return f"{place.work}, for {place.for_s:.0f} s, in {place.at}"
 
 
 _CALLS = ("accumulate", "apply", "logprobs", "top_logprobs", "values", "scores", "save", "held_checkpoint", "load", "copy_from", "discard")

@@ -157,14 +157,16 @@ class LivenessWatch:
         self._cpu_s = 0.0
         self._ranks_seen_s = dict.fromkeys(range(1, num_ranks), now_s)
         self._ranks_cpu_s = dict.fromkeys(range(1, num_ranks), 0.0)
+        self._places = dict.fromkeys(range(num_ranks), "")
 
     def seen(self, now_s: float) -> None:
         """Note that something was received from it."""
         self._seen_s = now_s
 
-    def beat(self, now_s: float, num_turns: int, cpu_s: float, *, is_in_users_code: bool) -> None:
-        """Note its heartbeat: the turns of its main loop so far, and the processor time of all its threads."""
+    def beat(self, now_s: float, num_turns: int, cpu_s: float, *, is_in_users_code: bool, place: str = "") -> None:
+        """Note its heartbeat: turns of its main loop so far, processor time of all its threads, and where its trainer says it is."""
         self._seen_s = self._beat_s = now_s
+        self._places[0] = place
         cpu_s += sum(self._ranks_cpu_s.values())  # A rank may wait for one that works.
         if num_turns != self._num_turns or is_in_users_code:
             self._num_turns, self._turn_s = num_turns, now_s
@@ -172,9 +174,9 @@ class LivenessWatch:
         elif cpu_s - self._cpu_s > _IS_WORKING * max(now_s - self._idle_s, 1.0):
             self._idle_s, self._cpu_s = now_s, cpu_s
 
-    def rank_beat(self, now_s: float, rank: int, cpu_s: float) -> None:
+    def rank_beat(self, now_s: float, rank: int, cpu_s: float, place: str = "") -> None:
         """Note the heartbeat of another rank of its trainer. That one has no turns: it waits for rank 0, and only its silence counts."""
-        self._ranks_seen_s[rank], self._ranks_cpu_s[rank] = now_s, cpu_s
+        self._ranks_seen_s[rank], self._ranks_cpu_s[rank], self._places[rank] = now_s, cpu_s, place
 
     def excuse(self, seconds: float) -> None:
         """Do not count these seconds, in which the controller itself was not receiving."""
@@ -195,7 +197,12 @@ class LivenessWatch:
         return now_s - (self._ranks_seen_s[rank] if rank else self._seen_s)
 
     def why_hung(self, now_s: float) -> str:
-        """Describe how it hangs; empty if it does not."""
+        """Describe how it hangs, and where the ranks of its trainer are; empty if it does not."""
+        how = self._how_hung(now_s)
+        places = [f"rank {rank} is at {place}" for rank, place in self._places.items() if place]
+        return f"{how} ({'; '.join(places)})" if how and places else how
+
+    def _how_hung(self, now_s: float) -> str:
         if rank := self.silent_rank(now_s):  # Checked first, since the other ranks wait for it.
             return f"has a rank {rank} that gave no sign of life for {now_s - self._ranks_seen_s[rank]:.0f} s"
         if now_s - self._seen_s > self._hung_after_s:
@@ -439,9 +446,10 @@ class Supervisor:
         if not rank:
             self._loading[worker] = message.loading
         if watch is not None and rank:
-            watch.rank_beat(now_s, rank, message.cpu_s)
+            watch.rank_beat(now_s, rank, message.cpu_s, message.place)
         elif watch is not None:
-            watch.beat(now_s, message.num_turns, message.cpu_s, is_in_users_code=message.is_in_users_code)
+            in_users_code = message.is_in_users_code
+            watch.beat(now_s, message.num_turns, message.cpu_s, is_in_users_code=in_users_code, place=message.place)
         return None
 
     def tell(self, worker: str, *messages: m.ToWorker) -> None:

@@ -347,6 +347,8 @@ class Heartbeat(Message, frozen=True):
     """Memory in use on its GPU, by all processes."""
     loading: str = ""
     """How far the model that it loads is, in words; empty when it loads none, or its engine does not tell."""
+    place: str = ""
+    """Where its engine is in a call, in words (a trainer of several ranks says so); empty: in none, or it does not tell."""
 
 
 class Echo(Message, frozen=True):

@@ -51,6 +51,7 @@ from m2flow.channels.shared_memory import Arena, keep_freed_memory, remove_arena
 from m2flow.channels.weights import PieceWriter, Written, remove_segments
 from m2flow.channels.weights.weight_files import remove_files
 from m2flow.channels.zeromq import HeartbeatSender, LinkDialer, wait
+from m2flow.engines import place
 from m2flow.engines.contract import LOADING, EngineSettings, Objective, TrainEngine
 from m2flow.engines.installed import GpuUse, find_gpu
 from m2flow.errors import DecodeError, InternalError, M2FlowError, unexpected
@@ -218,10 +219,9 @@ class HeartbeatSource:
         with contextlib.suppress(psutil.Error, OSError):
             memory = self._process.memory_info().rss
         use, gpu_memory = self._gpu.read() if self._gpu is not None else (None, None)
+        cpu_s, at = time.process_time(), place()
         return m.encode(
-            m.Heartbeat(
-                num_turns, time.process_time(), is_in_users_code, self._now_ns(), exchange, memory, use, gpu_memory, LOADING.words()
-            )
+            m.Heartbeat(num_turns, cpu_s, is_in_users_code, self._now_ns(), exchange, memory, use, gpu_memory, LOADING.words(), at)
         )  # The time is read last, so that it is close to the time of sending.
 
     def hear(self, body: bytes) -> None:
@@ -496,7 +496,7 @@ def _serve_rank(settings: WorkerSettings, secret: str) -> None:
         dialer.close(drain_s=LAST_WORDS_S)
 
     def heartbeat() -> bytes:
-        return m.encode(m.Heartbeat(0, time.process_time(), True))
+        return m.encode(m.Heartbeat(0, time.process_time(), True, place=place()))
 
     sender = HeartbeatSender(settings.controller, tag, secret, period_s=settings.heartbeat_s, payload=heartbeat, keys=settings.keys)
     sender.open()

@@ -69,6 +69,18 @@ def test_ranks_that_wait_for_each_other_hang():
     assert not lacks(of_two_ranks(idle), "no turn for 10 s", "did nothing", "; rank 0")
 
 
+def test_where_the_ranks_of_a_trainer_are_is_said_of_one_that_hangs():
+    watch = LivenessWatch(0.0, hung_after_s=10.0, turn_limit_s=None, num_ranks=3)
+    for second in range(1, 13):
+        watch.rank_beat(second, 1, 0.0, "accumulate, backward pass, layers.3, for 8 s, in slow (loss.py:3)")
+        watch.rank_beat(second, 2, 0.0)
+        watch.beat(second, 1, 0.0, is_in_users_code=False, place="accumulate, for 9 s, in wait (p2p.py:1), where it waits for others")
+    places = (
+        "(rank 0 is at accumulate, for 9 s, in wait (p2p.py:1), where it waits for others; rank 1 is at accumulate, backward pass, layers.3"
+    )
+    assert not lacks(watch.why_hung(12.0), "did nothing", places)
+
+
 def test_a_silent_rank_is_named_and_not_the_one_that_waits_for_it():
     assert not lacks(of_two_ranks(lambda now_s: 0.9 * now_s, last_beat_s=30.0), "rank 1", "no sign of life for 10 s", "; rank 1")
 
