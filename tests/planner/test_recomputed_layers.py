@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from grpo_step import LENGTHS, STEP, TRAIN
 from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings
@@ -15,27 +16,17 @@ from m2flow.engines.registry import train_options
 from m2flow.errors import EngineError, PlanError
 from m2flow.micro.controller.online_replanning import pinned_to
 from m2flow.micro.lowering.placement import workers_of_choice
-from m2flow.micro.protocol.cost_terms import EngineId, Layout
+from m2flow.micro.protocol.cost_terms import Layout
 from m2flow.micro.protocol.plan import Choice, EngineSlot
 from m2flow.micro.worker.rank_group import make_own_train
 from m2flow.planner.cost_model import ModelledCosts
 from m2flow.planner.explaining import as_document, explain
 from m2flow.planner.model_shapes import shape_named
 from m2flow.planner.search import find_plan
-from m2flow.planner.workload import CallLoad, Extent, Workload
-from m2flow.rollout_scheduling.lengths import parse_lengths
+from m2flow.planner.workload import Extent
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing.train_suite import PPO, samples, started
 
-ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")
-STEP = Workload(
-    "grpo",
-    (
-        CallLoad("policy.generate", "generate", ROLLOUT, 64, 8, "sample", False, ()),
-        CallLoad("policy.update", "update", TRAIN, 64, 8, "group", False, ("policy.generate",), num_optimizer_steps=1),
-    ),
-)
-LENGTHS = parse_lengths("lognormal:median=1000,sigma=0.5,cap=8000")
 FITS, TOO_MUCH = 4096, 24_576
 """Tokens of a micro-batch, whose activations fit a device beside a seventh of a 7B, and do not."""
 
