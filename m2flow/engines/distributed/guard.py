@@ -7,7 +7,7 @@ experts, sums over tensor ranks), what fails between its parts is answered with 
 are made with rows that count nothing.
 
 Ranks that wait for each other between passes alone need none of this: a pass that raises ends there, and `Course` says where it was. It
-says the same of a rank that hangs, whichever the trainer (`m2flow.engines.distributed.ranks.Watch`).
+says the same of a rank that hangs, whichever the trainer (`m2flow.engines.distributed.ranks.HangDetector`).
 """
 
 from __future__ import annotations

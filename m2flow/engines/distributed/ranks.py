@@ -91,7 +91,7 @@ class Ranks:
         self._rendezvous = settings.rendezvous
         self.course = Course(settings.rank)
         self._timeout = datetime.timedelta(seconds=timeout_s_of(settings.options))
-        self._watch: Watch | None = None
+        self._hang_detector: HangDetector | None = None
 
     def open(self, leave: Callable[[], object] | None = None) -> None:
         """Join the other ranks. The trainers of one worker have the same ranks; they join once, and each has a group of its own.
@@ -130,10 +130,10 @@ class Ranks:
     def close(self) -> None:
         if self not in self._open:
             return
-        if self._watch is not None:
+        if self._hang_detector is not None:
             PLACES.remove(self.course.words)
-            self._watch.close()
-            self._watch = None
+            self._hang_detector.close()
+            self._hang_detector = None
         dist.destroy_process_group(self.group)
         del self.group  # Its threads end with the last reference, and until then wake a hundred times a second.
         self._open.remove(self)
@@ -165,13 +165,13 @@ class Ranks:
         if self.count == 1:
             return
         self.limit(*dist.distributed_c10d._world.pg_map, wait=self._timeout)
-        self._watch = Watch(self.rank, self.count, self._open.index(self), self.course, self._timeout.total_seconds())
-        self._watch.open()
+        self._hang_detector = HangDetector(self.rank, self.count, self._open.index(self), self.course, self._timeout.total_seconds())
+        self._hang_detector.open()
         PLACES.append(self.course.words)
 
     def hung(self, error: Exception) -> StateLost | None:
         """What is to be said in place of an error of a call: who hangs, if that was the reason."""
-        return None if self._watch is None or isinstance(error, StateLost) else self._watch.hung(error)
+        return None if self._hang_detector is None or isinstance(error, StateLost) else self._hang_detector.hung(error)
 
     def finished(self, work: Any) -> None:
         """Wait for a send or a receive as long as for a collective: Gloo's have the time of their group's creation."""
@@ -245,7 +245,7 @@ class Ranks:
         return bytes(body.cpu().numpy()).decode(errors="replace")
 
 
-class Watch:
+class HangDetector:
     """A thread that tells the other ranks where this one is, in the process group's store, once it has been there for half the time that
     they wait. So in normal work nothing is told.
 
