@@ -78,6 +78,7 @@ LAYOUTS: dict[int, list[tuple[str, Layout]]] = {
         ("deepseek_v3", {"pp": 2, "vpp": 2, "micro_batches": 4, "recompute": "full"}),
     ],
     4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1}), ("qwen3_moe", {"tp": 2, "ep": 2})],
+    8: [("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
 }
 MINE = [pytest.param(name, layout, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in layout.items())}") for name, layout in LAYOUTS[RANKS]]
 
@@ -289,6 +290,7 @@ MIXTURES: dict[int, list[tuple[str, Layout]]] = {
         ("qwen3_moe", {"cp": 2, "recompute": "selective"}),
     ],
     4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1, "recompute": "full"})],
+    8: [("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
 }
 REPLAYED = [pytest.param(name, layout, id=f"{name}-{layout}") for name, layout in MIXTURES[RANKS]]
 
@@ -466,6 +468,7 @@ SPREAD: dict[int, list[tuple[str, Layout]]] = {
         ("deepseek_v3", {"pp": 2}),
     ],
     4: [("mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
+    8: [],
 }
 
 
@@ -584,6 +587,7 @@ SENT: dict[int, list[tuple[str, Layout]]] = {
     1: [],
     2: [("qwen3_moe", {"ep": 2})],
     4: [("qwen2", {"tp": 2, "pp": 2}), ("mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
+    8: [],
 }
 
 
@@ -733,6 +737,7 @@ ADAPTED: dict[int, list[tuple[str, Layout, tuple[str, ...]]]] = {
         ("qwen2", {"cp": 2, "recompute": "selective", "offload_optimizer": True}, ("o_proj", "k_proj")),
     ],
     4: [("llama", {"tp": 2, "pp": 2, "zero": 0}, ())],
+    8: [],
 }
 
 

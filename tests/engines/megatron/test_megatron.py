@@ -68,7 +68,7 @@ def test_the_conformance_suite(num_ranks: int, layout: dict[str, object]) -> Non
 
 @NEEDS_MEGATRON
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_numbers_of_every_layout_are_those_of_the_embedded_trainer(num_ranks: int) -> None:
     inside("layouts.py", num_ranks)
 
