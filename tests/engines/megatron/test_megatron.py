@@ -56,6 +56,7 @@ CONFORMING = [
     (2, {"ep": 2}),
     # What these add is in the layouts below: the suite takes as long for each.
     *(pytest.param(ranks, layout, marks=pytest.mark.long) for ranks, layout in ((1, {}), (2, {"pp": 2}), (2, {"cp": 2}), (2, {"zero": 1}))),
+    pytest.param(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.long),
 ]
 
 
