@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, loss, steps
@@ -63,6 +64,14 @@ def watch(now: str, *patterns: str, last: tuple[str, str]) -> None:
     sys.addaudithook(hear)
 
 
+def until_whole() -> None:
+    """Wait for the run's first checkpoint: one that is written behind steps may still be under way when they are over."""
+    deadline = time.monotonic() + 120
+    while not any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob("*/checkpoints/step-*")):
+        assert time.monotonic() < deadline, "there is no checkpoint"
+        time.sleep(0.01)
+
+
 @flow
 def dies(killed_in: str = "", num_steps: int = 4) -> None:
     def judged(sample: Sample) -> float:
@@ -94,6 +103,9 @@ def dies(killed_in: str = "", num_steps: int = 4) -> None:
         responses = policy.generate(prompts.take(3), n=2, max_new_tokens=6)
         metrics = policy.update(responses, judge.score(responses), loss=plain, optimizer=AdamW(1e-3))
         log(tokens=metrics["num_tokens"])
+        if step == 1 and killed_in == "checkpoint":
+            float(metrics["num_tokens"])
+            until_whole()
         if step == 2 and killed_in == "after":
             float(metrics["num_tokens"])
             kill_run("after", killed_in)
