@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from resume_flow import arm, disarmed, kill_run
+from resume_flow import arm, disarmed, kill_run, until_whole
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, loss, steps
 
@@ -49,8 +49,11 @@ def hangs(logprobs, behaviour_logprobs, advantages):  # type: ignore[no-untyped-
 def stays(num_steps: int = 5) -> None:
     policy, verifier = Policy(DIGITS, init="random"), Reward(small_digits)
     prompts = Dataset([{"prompt": f"{i * 7919 % 10000}="} for i in range(4 * num_steps)], shuffle=False)
-    for _ in steps(num_steps):
+    for step in steps(num_steps):
         responses = policy.generate(prompts.take(4), n=4, max_new_tokens=6)
         rewards = verifier.score(responses)
         log(reward=float(rewards.mean()))
-        policy.update(responses, rewards, loss=hangs, optimizer=AdamW(1e-2, eps=1e-3))
+        metrics = policy.update(responses, rewards, loss=hangs, optimizer=AdamW(1e-2, eps=1e-3))
+        if step == 1 and "M2FLOW_TEST_RUNS" in os.environ:
+            float(metrics["loss"])
+            until_whole()
