@@ -266,7 +266,7 @@ class CaptureGuards:
         return True
 
     def add(self, value: object) -> bool:
-        """CaptureGuards a value and what it reaches; False if that is not possible, or some of it can change."""
+        """Watch a value and what it reaches; False if that is not possible, or some of it can change."""
         kind = type(value)
         if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | types.ModuleType):
             return True
