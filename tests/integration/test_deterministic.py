@@ -149,4 +149,7 @@ def test_a_deterministic_run_sums_up_the_same_samples_whatever_the_spec(given: i
     run = Run(sorts, {}, spec, RunSettings(runs_dir=str(tmp_path), deterministic=True))
     assert run.spec.train.token_budget == used
     assert {stage.token_budget for stage in run.prepare().stages if stage.engine == "train"} == {used}
-    assert Run(sorts, {}, spec, RunSettings(runs_dir=str(tmp_path))).spec.train.token_budget == given
+    free = Run(sorts, {}, spec, RunSettings(runs_dir=str(tmp_path)))
+    assert free.spec.train.token_budget == given
+    pinned = Run(sorts, {}, spec, RunSettings(runs_dir=str(tmp_path), deterministic=True), pinned=free.prepare()).prepare()
+    assert {stage.token_budget for stage in pinned.stages if stage.engine == "train"} == {used}

@@ -40,6 +40,15 @@ def disarmed() -> bool:
     return True
 
 
+def has_file(pattern: str) -> bool:
+    """Whether the directory of runs has a file of this pattern."""
+    return any(Path(os.environ.get("M2FLOW_TEST_RUNS", "/nowhere")).glob(pattern))
+
+
+WHOLE = "*/checkpoints/step-*"
+"""A whole checkpoint."""
+
+
 def watch(now: str, *patterns: str, last: tuple[str, str]) -> None:
     """Kill as soon as the run's directory has a file of each pattern.
 
@@ -49,7 +58,7 @@ def watch(now: str, *patterns: str, last: tuple[str, str]) -> None:
     """
 
     def are_there() -> bool:
-        return all(any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob(pattern)) for pattern in patterns)
+        return all(map(has_file, patterns))
 
     def look() -> None:
         while Path(os.environ["M2FLOW_TEST_KILLS"]).exists():
@@ -67,7 +76,7 @@ def watch(now: str, *patterns: str, last: tuple[str, str]) -> None:
 def until_whole() -> None:
     """Wait for the run's first checkpoint: one that is written behind steps may still be under way when they are over."""
     deadline = time.monotonic() + 120
-    while not any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob("*/checkpoints/step-*")):
+    while not has_file(WHOLE):
         assert time.monotonic() < deadline, "there is no checkpoint"
         time.sleep(0.01)
 
@@ -94,7 +103,7 @@ def dies(killed_in: str = "", num_steps: int = 4) -> None:
     prompts = Dataset([{"prompt": f"{i * i}="} for i in range(12)])
     if killed_in == "checkpoint":
         # One is whole, the next is being written.
-        watch("checkpoint", "*/checkpoints/step-*", "*/checkpoints/.step-*", last=("os.rename", "/.step-"))
+        watch("checkpoint", WHOLE, "*/checkpoints/.step-*", last=("os.rename", "/.step-"))
     if killed_in == "final":
         watch("final", "*/checkpoints/final*", last=("os.remove", ".owner"))
     for step in steps(num_steps):

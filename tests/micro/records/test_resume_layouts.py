@@ -140,7 +140,7 @@ def test_a_run_one_rank_of_whose_trainer_hangs_says_where_and_goes_on_to_the_sam
         runs = Runs(tmp_path / name, flow="stays")
         done = runs.go(trainer, hangs=name == "hangs", settings=settings)
         assert done.returncode == 0, done.stderr
-        found.append((json.loads(done.stdout.splitlines()[-1]), done.stderr, runs))
+        found.append((json.loads(done.stdout.splitlines()[-1]), done.stderr))
     assert re.search(said, found[0][1]), found[0][1][-3000:]
     assert not re.search(said, found[1][1])
     for name in ("steps", "samples", "tokens", "samples_sha256", "weights_sha256"):
