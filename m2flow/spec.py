@@ -26,6 +26,8 @@ _MOST_BYTES = 2**50
 _MOST_GIB = 2.0**20
 _MOST_GB_S = 1e6
 _MOST_SECONDS = 1e9
+_DETERMINISTIC_TOKENS = 2048
+"""Most tokens of a micro-batch with `--deterministic`."""
 
 
 class _Strict(BaseModel):
@@ -304,9 +306,6 @@ class Places(dict[tuple[str, ...], str]):
         return isinstance(other, Places)
 
     __hash__ = None
-
-
-_DETERMINISTIC_TOKENS = 2048
 
 
 class ClusterSpec(_Strict):

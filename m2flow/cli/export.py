@@ -96,8 +96,8 @@ def command(
     if dtype is not None and form != "gguf":
         raise OptionError(f"--dtype {dtype} goes with --format gguf", now="Other exports have the type that was trained.")
     if like is not None:
-        others = {"--step": step, "--role": role, "--adapters": adapters, "--dtype": dtype, "--push": push}
-        _convert(run, like, out, shard_size, [name for name, given in {**others, "--format gguf": form == "gguf"}.items() if given])
+        others = {"--step": step, "--role": role, "--adapters": adapters, "--format gguf": form == "gguf", "--push": push}
+        _convert(run, like, out, shard_size, [name for name, given in others.items() if given])
         return
     run_dir = find_run(run, runs_dir)
     part = find_part(run_dir, step, role)

@@ -726,7 +726,7 @@ class ModelledCosts(Costs):
 
     def _told_passes(self, engine: EngineId) -> int:
         """The number of parts that the spec's options or pin say; 0: neither."""
-        given = self._spec.train.options.get("micro_batches") or self._spec.pin_of(engine.role, engine.kind).layout.micro_batches
+        given = self._spec.train.options.get("micro_batches") or self._pin(engine).layout.micro_batches
         return int(str(given)) if is_count(given) else 0
 
     def _passes(self, layout: Layout, count: int, longest: float = 0.0) -> Passes:

@@ -450,7 +450,7 @@ def _iteration(directory: Path) -> Path:
     latest = directory / "latest_checkpointed_iteration.txt"
     if latest.is_file():
         number = latest.read_text().strip()
-        directory = directory / (number if number == "release" else f"iter_{int(number):07}")
+        directory = directory / (f"iter_{int(number):07}" if number.isdigit() else number)
     if any(directory.glob("mp_rank_*")):
         raise ModelError(
             f"{directory} is in Megatron's older format, one pickle a rank",

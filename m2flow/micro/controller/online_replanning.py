@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -26,7 +26,7 @@ import yaml
 
 from m2flow.errors import M2FlowError
 from m2flow.micro.protocol.events import BorrowThresholds, Event
-from m2flow.micro.protocol.plan import Choice, Plan
+from m2flow.micro.protocol.plan import Choice, Placement, Plan
 from m2flow.micro.records.journal import Journal
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
 
@@ -150,13 +150,19 @@ class OnlineReplanning:
         return [BorrowThresholds({key: shares[key[1]] for key in self._lent if key[1] in shares})]
 
 
+def _degrees(placement: Placement, names: Iterable[str]) -> dict[str, int]:
+    """These degrees of a placement's layout, and the parts of a micro-batch where a trainer has stages."""
+    degrees = {name: getattr(placement.layout, name) for name in names}
+    if placement.layout.pp > 1 and placement.engine.kind == "train":
+        degrees["micro_batches"] = placement.micro_batches
+    return degrees
+
+
 def pinned_to(choice: Choice, spec: ClusterSpec) -> ClusterSpec:
     """Pin a cluster spec to the placement of a choice, with only chunk sizes and borrow thresholds left open."""
     pins = {}
     for placement in choice.placements:
-        degrees = {name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero")}
-        if placement.layout.pp > 1 and placement.engine.kind == "train":
-            degrees["micro_batches"] = placement.micro_batches
+        degrees = _degrees(placement, ("tp", "pp", "sp", "dp", "ep", "zero"))
         devices = (placement.first_device, placement.devices.stop)
         pins[str(placement.engine)] = PinSpec(
             pool=placement.pool or None,
@@ -177,9 +183,7 @@ def bits_kept(choice: Choice, spec: ClusterSpec, device: str) -> ClusterSpec:
     pins = dict(spec.pin)
     for placement in choice.placements:
         names = ("pp", "sp", "ep", *(("tp",) if device != "cpu" else ()), *(("dp", "zero") if placement.engine.kind == "train" else ()))
-        degrees = {name: getattr(placement.layout, name) for name in names}
-        if placement.layout.pp > 1 and placement.engine.kind == "train":
-            degrees["micro_batches"] = placement.micro_batches
+        degrees = _degrees(placement, names)
         given = pins.get(str(placement.engine), PinSpec())
         pins[str(placement.engine)] = given.model_copy(update={"layout": given.layout.model_copy(update=degrees)})
     return spec.model_copy(update={"pin": pins})
