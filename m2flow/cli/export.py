@@ -118,7 +118,7 @@ def command(
 
 def _convert(checkpoint: str | None, like: str, out: Path | None, shard_size: str | None, others: Sequence[str]) -> None:
     """Write a checkpoint of Megatron's as a Hugging Face directory."""
-    from m2flow.engines.megatron.names import convert
+    from m2flow.engines.megatron.conversion import convert
 
     if others:
         raise OptionError(

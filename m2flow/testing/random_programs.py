@@ -285,7 +285,7 @@ def make_referring_program(draws: Draws) -> p.Program:
     )
 
 
-ADVERSARIES = str(Path(__file__).with_name("adversary.py"))
+ADVERSARIES = str(Path(__file__).with_name("fakes.py"))
 _OWN_QUEUES = ("round-robin", "group-round-robin", "least-loaded", "lpt", "split")
 _MORE_POLICIES = (
     "longest-first",
@@ -301,7 +301,7 @@ _PREDICTORS = ("siblings", "earlier-steps", "prompt-buckets")
 
 
 def make_policies(draws: Draws) -> tuple[str, ...]:
-    """Draw rollout policies that can be combined, including random ones (`adversary`)."""
+    """Draw rollout policies that can be combined, including random ones (`fakes.Adversary`)."""
     seed = draws.integer(0, 1000)
     hands_out = draws.choice(("", f"{ADVERSARIES}:Adversary:seed={seed}", *_OWN_QUEUES))
     left, also = [*_MORE_POLICIES, f"{ADVERSARIES}:Shuffled:seed={seed}"], []
@@ -426,7 +426,7 @@ class Case:
     def __str__(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shown = {name: repr(value) for name, value in fields.items() if name not in ("program", "spec")}
-        spec = repr(self.spec.model_dump(exclude_unset=True, exclude_none=True)).replace(ADVERSARIES, "m2flow/testing/adversary.py")
+        spec = repr(self.spec.model_dump(exclude_unset=True, exclude_none=True)).replace(ADVERSARIES, "m2flow/testing/fakes.py")
         shown["spec"] = f"ClusterSpec.model_validate({spec})"
         return f"Case(program={_text(self.program)}, {', '.join(f'{name}={text}' for name, text in shown.items())})"
 

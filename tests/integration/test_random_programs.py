@@ -382,7 +382,7 @@ def test_a_case_is_made_again_by_its_text_and_its_seed():
     for number in range(60):
         case = drawn_case(Dice(f"text, {number}"), KINDS[number % len(KINDS)], is_tight=number % 2 == 0, loses=number % 5 == 0)
         names = vars(programs) | {"Case": Case, "ClusterSpec": ClusterSpec}
-        assert eval(str(case).replace("m2flow/testing/adversary.py", ADVERSARIES), names) == case == numbered(number)
+        assert eval(str(case).replace("m2flow/testing/fakes.py", ADVERSARIES), names) == case == numbered(number)
 
 
 def numbered(number: int) -> Case:

@@ -25,13 +25,13 @@ from m2flow.rollout_scheduling.policy import Seen
 from m2flow.rollout_scheduling.predictors import EarlierSteps, Siblings
 from m2flow.rollout_scheduling.study import play
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
-from m2flow.testing import adversary
+from m2flow.testing import fakes
 from m2flow.testing.random_programs import clusters, difference, policies, programs, scheduled, timed_programs
 from m2flow.testing.scheduler_model import Model
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(5)]
-ADVERSARY = f"{Path(adversary.__file__)}:Adversary:seed={{seed}}"
+ADVERSARY = f"{Path(fakes.__file__)}:Adversary:seed={{seed}}"
 NUM_CASES = 12
 TIMES_LONG = 20
 predictors = st.sampled_from(["siblings", "earlier-steps", "prompt-buckets"])

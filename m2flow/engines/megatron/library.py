@@ -4,7 +4,7 @@
     micro-batches --run: 1F1B, interleaved or one after the other--> forward, and backward
 
 All that imports the library is here. Layers are its local specification: column and row parallel matrices, router and experts are
-Megatron's, norms and attention those of `m2flow.engines.megatron.modules`, which need neither Transformer Engine nor Apex.
+Megatron's, norms and attention those of `m2flow.engines.megatron.layers`, which need neither Transformer Engine nor Apex.
 
 Where release 0.16.1 deviates from what one expects (`tests/engines/megatron/test_megatron.py` tests each):
 
@@ -36,8 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines.distributed.sequence_parallel import RowShard
-from m2flow.engines.megatron.layout import Options, expert_width, has_bias, head_size, is_latent, num_dense, num_experts, shared_width
-from m2flow.engines.megatron.modules import (
+from m2flow.engines.megatron.layers import (
     Adapters,
     Latent,
     LatentAttention,
@@ -52,6 +51,7 @@ from m2flow.engines.megatron.modules import (
     route,
     with_bias,
 )
+from m2flow.engines.megatron.layout import Options, expert_width, has_bias, head_size, is_latent, num_dense, num_experts, shared_width
 from m2flow.engines.megatron.names import ROUTER_BIAS, SCALAR_HEAD, Place, numbered
 from m2flow.errors import EngineError, MissingExtra
 

@@ -58,10 +58,10 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.distributed.ranks import RankedTrain, stopping_if_it_fails
 from m2flow.engines.distributed.sequence_parallel import RowShard, gathered
-from m2flow.engines.megatron import modules
+from m2flow.engines.megatron import vocabulary
+from m2flow.engines.megatron.layers import Latent, Routing
 from m2flow.engines.megatron.layout import check_adapters, check_model, check_ranks, has_bias, is_latent, mixture_of, read
 from m2flow.engines.megatron.library import Built, Groups, RowShardParams
-from m2flow.engines.megatron.modules import Latent, Routing
 from m2flow.engines.megatron.names import SCALAR_HEAD, Weights, check_names, layer_of, places, with_adapters
 from m2flow.engines.megatron.parts import Held, Parts
 from m2flow.engines.models import lora, packing, trainer_checkpoint
@@ -175,7 +175,7 @@ class MegatronTrain(RankedTrain):
         adapted = (self._source.lora.rank if self._source.lora is not None else 0, scales, found)
         tensors |= dict(lora.adapter_state(model))
         dtype = getattr(torch, self._source.dtype)
-        self._vocabulary = modules.Vocabulary(config.vocab_size, self._groups.tensor, self._num_head_logits, self._is_exact)
+        self._vocabulary = vocabulary.Vocabulary(config.vocab_size, self._groups.tensor, self._num_head_logits, self._is_exact)
         frequencies, latent = model.base_model.rotary_emb.inv_freq, Latent.of(model) if is_latent(config) else None
         padding = model.get_input_embeddings().padding_idx
         self._built = Built(
@@ -314,9 +314,9 @@ class MegatronTrain(RankedTrain):
         temperature = None if one.temperature is None else one.temperature[which]
         top_ids = one.top[which] if isinstance(one.top, Tensor) else None
         if isinstance(one.top, int) and one.top:
-            top_ids = modules.most_likely(own, weight, temperature, one.top, self._vocabulary)
+            top_ids = vocabulary.most_likely(own, weight, temperature, one.top, self._vocabulary)
             one.top_ids = top_ids
-        found = modules.token_logprobs(own, weight, one.packed.targets[which], temperature, top_ids, self._vocabulary)
+        found = vocabulary.token_logprobs(own, weight, one.packed.targets[which], temperature, top_ids, self._vocabulary)
         return torch.cat([found[0][:, None], found[1][:, None], found[2]], 1)
 
     def _loss(self, one: Pass, output: Tensor) -> Tensor:

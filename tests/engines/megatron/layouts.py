@@ -31,7 +31,7 @@ from transformers import AutoModelForTokenClassification
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
-from m2flow.engines.megatron.names import convert
+from m2flow.engines.megatron.conversion import convert
 from m2flow.engines.models import trainer_checkpoint
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model

@@ -23,10 +23,10 @@ from m2flow.cli.main import cli
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.trainer import logprobs_at
 from m2flow.engines.embedded.trainer import most_likely as most_likely_of_logits
-from m2flow.engines.megatron import modules
 from m2flow.engines.megatron.layout import Options, check_before, check_model, check_ranks, read
 from m2flow.engines.megatron.names import check_names, places, with_adapters
 from m2flow.engines.megatron.trainer import MegatronTrain
+from m2flow.engines.megatron.vocabulary import Vocabulary, most_likely, token_logprobs
 from m2flow.engines.models.hf_model import checkpoint_tensors, load_model
 from m2flow.engines.models.trainer_checkpoint import named_weights
 from m2flow.engines.registry import engine_named
@@ -230,14 +230,14 @@ def test_log_probabilities_and_gradients_of_the_head_are_those_of_the_embedded_t
     num_logits: int, has_temperature: bool, alone: Any
 ) -> None:
     torch.manual_seed(0)
-    vocabulary = modules.Vocabulary(11, alone, num_logits)
+    vocabulary = Vocabulary(11, alone, num_logits)
     hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(12, 5, requires_grad=True)  # A row of no token at the end.
     targets, temperature = torch.randint(0, 11, (7,)), torch.rand(7) + 0.5 if has_temperature else None
     logits = hidden @ weight[:11].T
     top_ids, _ = most_likely_of_logits(logits, temperature, 3)
-    assert torch.equal(modules.most_likely(hidden, weight, temperature, 3, vocabulary).sort(1).values, top_ids.sort(1).values)
+    assert torch.equal(most_likely(hidden, weight, temperature, 3, vocabulary).sort(1).values, top_ids.sort(1).values)
     found, expected = (
-        modules.token_logprobs(hidden, weight, targets, temperature, top_ids, vocabulary),
+        token_logprobs(hidden, weight, targets, temperature, top_ids, vocabulary),
         logprobs_at(logits, targets, temperature, top_ids),
     )
     for one, other in zip(found, expected, strict=True):
