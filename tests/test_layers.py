@@ -294,7 +294,7 @@ def test_no_test_module_is_imported_by_another() -> None:
 
 def _prepares_in_function(path: Path) -> Iterator[str]:
     """Places where a function has msgspec prepare a type: `decode(..., type=T)`, `Decoder(T)`, or `convert(..., T)` without a decoder."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
     made = {ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func).endswith(".Decoder")}
     for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):

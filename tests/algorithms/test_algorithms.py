@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -603,14 +604,15 @@ def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(
     orders, all_cuts = ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)), ((), (1,), (2, 3), (1, 2, 3))
     if name in GROUPED:
         orders, all_cuts = ((0, 1, 2, 3), (3, 2, 0, 1), (2, 3, 1, 0)), ((), (2,))
+
+    @functools.cache
+    def of_samples(chosen: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        chunk = {key: torch.cat([one[i] for i in chosen]) for key, one in parts.items()}
+        return sum_and_gradient(name, options, chunk, [LENGTHS[i] for i in chosen], is_mean=is_mean, correction=correction)
+
     for order in orders:
         for cuts in all_cuts:
-            found = []
-            for start, end in itertools.pairwise((0, *cuts, len(order))):
-                chosen = order[start:end]
-                chunk = {key: torch.cat([one[i] for i in chosen]) for key, one in parts.items()}
-                lengths = [LENGTHS[i] for i in chosen]
-                found.append(sum_and_gradient(name, options, chunk, lengths, is_mean=is_mean, correction=correction))
+            found = [of_samples(order[start:end]) for start, end in itertools.pairwise((0, *cuts, len(order)))]
             torch.testing.assert_close(sum(one[0] for one in found), expected, rtol=1e-12, atol=1e-12)
             by_sample = torch.cat([one[1] for one in found]).split([LENGTHS[i] for i in order])
             in_order = torch.cat([by_sample[order.index(i)] for i in range(len(order))])

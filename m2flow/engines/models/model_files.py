@@ -358,8 +358,21 @@ def model_directory(model: Model) -> Path:
 
 
 def config_of(model: Model) -> Any:
-    """The config of a model, of transformers. Raises `ModelError` as `load_model` does."""
-    return config_in(model_directory(model))
+    """The config of a model, of transformers, to be looked at alone: who asks again gets the same one while the file is the same.
+
+    A plan asks once for each layout that it may offer, thousands of times. Raises `ModelError` as `load_model` does.
+    """
+    directory = model_directory(model)
+    try:
+        found = os.stat(directory / "config.json")
+    except OSError:
+        return config_in(directory)
+    return _config_read(directory, (found.st_ino, found.st_mtime_ns, found.st_size))
+
+
+@functools.lru_cache(maxsize=16)
+def _config_read(directory: Path, _of_file: tuple[int, int, int]) -> Any:
+    return config_in(directory)
 
 
 def config_in(directory: Path) -> Any:
