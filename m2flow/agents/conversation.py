@@ -42,10 +42,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, before_calls, check_family, family_of, harmony_parts, parsed
-from m2flow.engines.contract import Language
+from m2flow.engines.contract import Generated, Language
 from m2flow.errors import DatasetError
 from m2flow.recipe import History
-from m2flow.samples import Message, check_prompt
+from m2flow.samples import Message, Segment, check_prompt
 
 _MARK = "m2flow1marker2of3turn"
 _THOUGHT = "m2flow1marker2of3thought"
@@ -368,3 +368,73 @@ class Conversation:
             if special and special in text:
                 text = text.replace(special, f"{special[0]} {special[1:]}")
         return text
+
+
+# ---- what was said, as tokens
+
+
+@final
+class Strand:
+    """The tokens of one sequence: of a conversation, or of what one goes on in since its template wrote it anew."""
+
+    def __init__(self, name: str, prompt_text: str | None = None, parent: str = "", by: str = "") -> None:
+        self.name = name
+        """The conversation's name."""
+        self.prompt_text = prompt_text
+        self.parent = parent
+        """The conversation that its prompt is from; empty: none."""
+        self.by = by
+        """Who speaks, of the rollout's `speakers`; empty: the policy."""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.kv_stale: list[bool] = []
+        self.segments: list[tuple[Segment, int]] = []
+        """The first is the prompt."""
+        self.turns: list[dict[str, object]] = []
+        """Finish and text of each generated segment."""
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(count for kind, count in self.segments if kind is Segment.GENERATED)
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Add tokens that were not sampled; the first ones are the prompt."""
+        self.extend(Segment.TOOL if self.segments else Segment.PROMPT, ids, *not_sampled(len(ids)))
+
+    def append_turn(self, turn: Generated, *, is_over: bool = True, kind: Segment = Segment.GENERATED) -> None:
+        """Add what the model said in a turn, generated in this episode or shared with another."""
+        columns: list[Any] = [column.tolist() for column in (turn.tokens, turn.logprobs, turn.versions, turn.kv_stale)]
+        self.extend(kind, *columns)
+        if is_over:
+            self.turns.append({"finish": int(turn.finish), "text": turn.text})
+
+    def extend(
+        self, kind: Segment, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], kv_stale: Sequence[bool]
+    ) -> None:
+        """Add a segment."""
+        self.tokens += ids
+        self.logprobs += logprobs
+        self.versions += versions
+        self.kv_stale += kv_stale
+        self.segments.append((kind, len(ids)))
+
+    def with_turn(self, turn: Generated) -> Strand:
+        """A copy that also has the tokens so far of a turn that is under way."""
+        copy = Strand(self.name, self.prompt_text, self.parent, self.by)
+        copy.tokens, copy.logprobs, copy.versions = list(self.tokens), list(self.logprobs), list(self.versions)
+        copy.kv_stale, copy.segments, copy.turns = list(self.kv_stale), list(self.segments), list(self.turns)
+        if len(turn.tokens):
+            copy.append_turn(turn, is_over=False)
+        return copy
+
+    @property
+    def described(self) -> dict[str, object]:
+        """What the record says of it beside its turns."""
+        by = {"by": self.by} if self.by else {}
+        return {"name": self.name, "num_turns": len(self.turns), "prompt": self.prompt_text, "parent": self.parent, **by}
+
+
+def not_sampled(count: int) -> tuple[list[float], list[int], list[bool]]:
+    """Log-probabilities, versions and staleness of tokens that an episode has not sampled."""
+    return [0.0] * count, [-1] * count, [False] * count

@@ -20,7 +20,8 @@ Speakers. A turn of another role goes to that role's engine, in this process bes
 
 Repetition. A stopped episode's row has its tokens, and the record of its turns and tool calls (the column `episode`). It goes on from there
 anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
-midway continues from its tokens. A tool with effects is noted before it begins, its result before it enters the context (`take_urgent`).
+midway continues from its tokens. So a turn is written down before its agent hears it, a tool's result before an engine is given it, and
+that a tool with effects begins before it does (`take_urgent`): one record for all episodes of a pass that have something to write.
 
 Branches. An episode that goes on from a turn of another (`Transcript.before`) is repeated likewise up to there. What the model said in
 those turns is in its row as `Segment.SHARED`, like a tool's text: no loss sees it, and it is no token that this episode generated. One
@@ -48,7 +49,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
-from m2flow.agents.conversation import Conversation
+from m2flow.agents.conversation import Conversation, Strand, not_sampled
 from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
@@ -72,72 +73,6 @@ _MOST_SHOWN = 3
 
 
 # ---- what an episode has said and done
-
-
-@final
-class Strand:
-    """The tokens of one sequence: of a conversation, or of what one goes on in since its template wrote it anew."""
-
-    def __init__(self, name: str, prompt_text: str | None = None, parent: str = "", by: str = "") -> None:
-        self.name = name
-        """The conversation's name."""
-        self.prompt_text = prompt_text
-        self.parent = parent
-        """The conversation that its prompt is from; empty: none."""
-        self.by = by
-        """Who speaks, of the rollout's `speakers`; empty: the policy."""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.kv_stale: list[bool] = []
-        self.segments: list[tuple[Segment, int]] = []
-        """The first is the prompt."""
-        self.turns: list[dict[str, object]] = []
-        """Finish and text of each generated segment."""
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(count for kind, count in self.segments if kind is Segment.GENERATED)
-
-    def append(self, ids: Sequence[int]) -> None:
-        """Add tokens that were not sampled; the first ones are the prompt."""
-        self._extend(Segment.TOOL if self.segments else Segment.PROMPT, ids, *_not_sampled(len(ids)))
-
-    def append_turn(self, turn: Generated, *, is_over: bool = True, kind: Segment = Segment.GENERATED) -> None:
-        """Add what the model said in a turn, generated in this episode or shared with another."""
-        columns: list[Any] = [column.tolist() for column in (turn.tokens, turn.logprobs, turn.versions, turn.kv_stale)]
-        self._extend(kind, *columns)
-        if is_over:
-            self.turns.append({"finish": int(turn.finish), "text": turn.text})
-
-    def _extend(
-        self, kind: Segment, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], kv_stale: Sequence[bool]
-    ) -> None:
-        self.tokens += ids
-        self.logprobs += logprobs
-        self.versions += versions
-        self.kv_stale += kv_stale
-        self.segments.append((kind, len(ids)))
-
-    def with_turn(self, turn: Generated) -> Strand:
-        """A copy that also has the tokens so far of a turn that is under way."""
-        copy = Strand(self.name, self.prompt_text, self.parent, self.by)
-        copy.tokens, copy.logprobs, copy.versions = list(self.tokens), list(self.logprobs), list(self.versions)
-        copy.kv_stale, copy.segments, copy.turns = list(self.kv_stale), list(self.segments), list(self.turns)
-        if len(turn.tokens):
-            copy.append_turn(turn, is_over=False)
-        return copy
-
-    @property
-    def described(self) -> dict[str, object]:
-        """What the record says of it beside its turns."""
-        by = {"by": self.by} if self.by else {}
-        return {"name": self.name, "num_turns": len(self.turns), "prompt": self.prompt_text, "parent": self.parent, **by}
-
-
-def _not_sampled(count: int) -> tuple[list[float], list[int], list[bool]]:
-    """Log-probabilities, versions and staleness of tokens that an episode has not sampled."""
-    return [0.0] * count, [-1] * count, [False] * count
 
 
 class BranchPoint(NamedTuple):
@@ -211,7 +146,7 @@ class Transcript:
                 if len(copy.turns) == num:
                     break
                 is_turn = kind in (Segment.GENERATED, Segment.SHARED)
-                copy._extend(Segment.SHARED if is_turn else kind, strand.tokens[at : at + count], *_not_sampled(count))
+                copy.extend(Segment.SHARED if is_turn else kind, strand.tokens[at : at + count], *not_sampled(count))
                 at += count
                 if is_turn:
                     copy.turns.append(strand.turns[len(copy.turns)])
@@ -240,7 +175,7 @@ class Transcript:
                 num_turns = len(turns) if one["num_turns"] is None else one["num_turns"]
                 strand.turns = [turns.popleft() for _ in range(num_turns)]
                 found.conversations.setdefault(strand.name, []).append(strand)
-            strand._extend(Segment(kind), *(column[at : at + count] for column in columns))
+            strand.extend(Segment(kind), *(column[at : at + count] for column in columns))
             at += count
         return found
 
@@ -467,7 +402,7 @@ class _Episode:
 
     async def _noted(self, key: str, what: Mapping[str, object], has_effects: bool) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.host.post(lambda: self.host.note(self, key, what, done, is_urgent=has_effects))
+        self.host.post(lambda: self.host.note(self, key, what, done, has_effects=has_effects))
         if has_effects:
             await done
 
@@ -620,7 +555,7 @@ class Episodes:
         self._roles = {} if roles is None else roles
         self._episodes: dict[int, _Episode] = {}
         self._asked: dict[int, _Turn] = {}
-        """Turns that the engine has not been given yet, by episode; empty between two steps."""
+        """Turns that the engine has not been given yet, by episode; between two steps those of episodes that are to be written down."""
         self._turns: dict[int, _Turn] = {}
         """Those that it has: of its role's episodes, and of others in which the role speaks."""
         self._posted: deque[Callable[[], None]] = deque()
@@ -630,7 +565,10 @@ class Episodes:
         """Episode -> its tokens without those of the turn that an engine works on, as far as it is not in `_changed`."""
         self._changed: set[int] = set()
         """Episodes whose number is to be counted anew: counting all of them in each step would take longer than the step."""
-        self._urgent: dict[int, list[asyncio.Future[None]]] = {}
+        self.is_recorded = False
+        """Whether somebody writes episodes down (`take_urgent`), so that they wait for it."""
+        self._urgent: dict[int, list[tuple[asyncio.Future[Any], object]]] = {}
+        """Episodes whose record is to be written down; with what waits for it, and the answer that it gets then."""
         self._num_shown = 0
         self.before_turn: Callable[[TurnPlace], None] | None = None
         """Is called with each turn of this role's episodes before an engine is given it."""
@@ -690,7 +628,7 @@ class Episodes:
             found = recorded.take(asked, request)
             if found is None:
                 failed = EpisodeFailed("diverged", "the agent did something else when it was repeated; take random numbers from chat.rng")
-                self._loop.call(_fail, turn.answer, failed)
+                self._loop.call(_answer, turn.answer, failed)
                 return
             known, kind = found
             if known.finish is not Finish.ABORT:
@@ -712,45 +650,43 @@ class Episodes:
 
     def _ask(self) -> None:
         """Give the engines all turns that were asked for since the last time."""
-        while any(one._asked for one in self._all):  # One that does not fit is followed by another of its episode.
-            for one in self._all:
-                one._ask_engine()
+        while sum(one._ask_engine() for one in self._all):
+            pass  # One that does not fit is followed by another of its episode.
 
     @property
     def _all(self) -> Sequence[Episodes]:
         """The engines of the process, this one first."""
         return (self, *(one for one in self._roles.values() if one is not self))
 
-    def _ask_engine(self) -> None:
-        asked, self._asked = self._asked, {}
-        if not asked:
-            return
-        for turn in asked.values():
+    def _ask_engine(self) -> bool:
+        asked = [turn for packed, turn in self._asked.items() if packed not in turn.episode.host._urgent]
+        for turn in asked:
+            del self._asked[turn.episode.id]
             if (before_turn := turn.episode.host.before_turn) is not None:
                 before_turn(_place_of(turn))
-        try:
-            self._engine.add([_request_of(turn) for turn in asked.values()])
-        except M2FlowError:  # None of them was taken.
-            for turn in asked.values():
-                self._ask_alone(turn)
-        else:
-            for turn in asked.values():
-                self._taken(turn)
+        if asked:
+            self._add(asked)
+        return bool(asked)
 
-    def _ask_alone(self, turn: _Turn) -> None:
+    def _add(self, turns: Sequence[_Turn]) -> None:
         try:
-            self._engine.add([_request_of(turn)])
-        except M2FlowError as error:
-            self._refused(turn, error)
+            self._engine.add([_request_of(turn) for turn in turns])
+        except M2FlowError as error:  # None of them was taken.
+            if len(turns) == 1:
+                self._refused(turns[0], error)
+            else:
+                for turn in turns:
+                    self._add([turn])
         else:
-            self._taken(turn)
+            for turn in turns:
+                self._taken(turn)
 
     def _refused(self, turn: _Turn, error: M2FlowError) -> None:
         turn.episode.waiting = None
         if isinstance(error, PromptTooLong):
             self._loop.call(_answer, turn.answer, None)
         else:
-            self._loop.call(_fail, turn.answer, EpisodeFailed("invalid", error.what))
+            self._loop.call(_answer, turn.answer, EpisodeFailed("invalid", error.what))
         self._go_on(turn.episode)
 
     def _taken(self, turn: _Turn) -> None:
@@ -780,7 +716,16 @@ class Episodes:
         turn.episode.host._changed.add(turn.episode.id)
         had = len(made.tokens) if is_known else len(_request_of(turn).prefix)
         reply = Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist(), had, made.num_cached, time.monotonic_ns())
-        self._loop.call(_answer, turn.answer, reply)
+        if is_known:
+            self._loop.call(_answer, turn.answer, reply)
+        else:
+            turn.episode.host._hold(turn.episode.id, turn.answer, reply)
+
+    def _hold(self, packed: int, answer: asyncio.Future[Any], value: object) -> None:
+        """Answer once the episode's record is written down, and have an engine asked for no turn of it before."""
+        self._urgent.setdefault(packed, []).append((answer, value))
+        if not self.is_recorded:
+            self.written([packed])
 
     def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
         """Give up a turn that is not waited for any longer; its tokens so far stay in the episode."""
@@ -796,14 +741,15 @@ class Episodes:
             episode.waiting = None
             self._go_on(episode)
 
-    def note(self, episode: _Episode, key: str, what: Mapping[str, object], done: asyncio.Future[None], *, is_urgent: bool) -> None:
-        """Take what a tool call was, or gave, into the record."""
+    def note(self, episode: _Episode, key: str, what: Mapping[str, object], done: asyncio.Future[None], *, has_effects: bool) -> None:
+        """Take what a tool call was, or gave, into the record. That one without effects begins need not be written at once."""
         if self._episodes.get(episode.id) is not episode:
             return
         episode.transcript.tools[key] = {**episode.transcript.tools.get(key, {}), **what}
-        if is_urgent:
+        if has_effects:
             episode.num_effects += -1 if "result" in what else 1
-            self._urgent.setdefault(episode.id, []).append(done)
+        if has_effects or "result" in what:
+            self._hold(episode.id, done, None)
 
     def end(self, episode: _Episode, columns: Mapping[str, object], added: Mapping[str, object]) -> None:
         """Make the row of an episode that is over, with what is added to its record."""
@@ -833,7 +779,7 @@ class Episodes:
 
     @property
     def num_unfinished(self) -> int:
-        return self._engine.num_unfinished + self.num_away + len(self._ended)
+        return self._engine.num_unfinished + len(self._asked) + self.num_away + len(self._ended)
 
     @property
     def num_away(self) -> int:
@@ -847,12 +793,14 @@ class Episodes:
 
         Waits a moment where no engine has anything to do and no agent has asked for anything.
         """
-        self._read()
-        if self._episodes and not self._ended and not any(one._engine.num_unfinished for one in self._all if not one._is_remote):
+        self.hear()
+        is_busy = any(one._asked or one._urgent or (one._engine.num_unfinished and not one._is_remote) for one in self._all)
+        if self._episodes and not self._ended and not is_busy:
             is_away = any(one._turns for one in self._all if one._is_remote)
             if not self._has_posted.wait(_PATIENCE_FOR_SPEAKERS_S if is_away else _PATIENCE_S) and not is_away:
                 self._loop.check()
-            self._read()
+            self.hear()
+        self._ask()
         finished = []
         self.stepped = time.monotonic_ns(), self._engine.num_unfinished
         for made in self._engine.step() if self._engine.num_unfinished else ():
@@ -872,21 +820,21 @@ class Episodes:
         self._ended = []
         return finished
 
-    def _read(self) -> None:
+    def hear(self) -> None:
+        """Take in what agents have asked for, and noted."""
         self._has_posted.clear()
         while self._posted:
             self._posted.popleft()()
-        self._ask()
 
     def take_urgent(self) -> list[int]:
         """The episodes whose record must be written down before they go on, as far as they can be resumed from it."""
         return list(self._urgent)
 
     def written(self, ids: Iterable[int]) -> None:
-        """Note that these episodes' records are written down, or that nothing is written here at all."""
+        """Note that these episodes' records are written down."""
         for packed in ids:
-            for done in self._urgent.pop(packed, ()):
-                self._loop.call(_answer, done, None)
+            for answer, value in self._urgent.pop(packed, ()):
+                self._loop.call(_answer, answer, value)
 
     def is_held(self, packed: int) -> bool:
         """Whether an episode should not be stopped now: a tool with effects runs, and could not be repeated."""
@@ -986,13 +934,10 @@ def _place_of(turn: _Turn) -> TurnPlace:
 
 
 def _answer(future: asyncio.Future[Any], value: object) -> None:
-    if not future.done():
+    if isinstance(value, Exception) and not future.done():
+        future.set_exception(value)
+    elif not future.done():
         future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _cancel(episode: _Episode) -> None:

@@ -6,6 +6,9 @@
 A line is {"step": 3, "time_s": <Unix seconds>, "values": {"reward": 0.5, "kl": null}, "non_finite": {"kl": "nan"}}. JSON has no NaN, so
 a value that is not finite is null, and `non_finite` says what it was; TensorBoard does not get it, and the writer counts it.
 
+Times are no values: two runs have the same values, and never the same times. A line of an update also has "idle_s": {"tool": 1.5}: by cause
+(`m2flow.observe.spans`), the seconds that workers were idle in all since the line before that has it.
+
 tensorboardX imports torch if it is there, for the annotations of its own writer, which takes seconds and 200 MB. So torch is hidden from it
 where nobody else has loaded it, and tensorboardX is imported in the writing thread, for which nobody waits.
 """
@@ -156,6 +159,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     time_s: float
     values: dict[str, float | None]
     non_finite: dict[str, str] = {}
+    idle_s: dict[str, float] = {}
 
 
 _read_line = msgspec.json.Decoder(Line).decode
@@ -191,21 +195,23 @@ class MetricsWriter:
             self._file.write("\n")
         return self
 
-    def write(self, step: int, values: Mapping[str, float]) -> list[str]:
-        """Record the values of a step; it may be called several times a step. Returns the names of those that are not finite."""
+    def write(self, step: int, values: Mapping[str, float], idle_s: Mapping[str, float] | None = None) -> list[str]:
+        """Record the values of a step; it may be called several times a step. Returns the names of those that are not finite.
+
+        Args:
+            idle_s: by cause, the seconds that workers were idle since the last call with it.
+        """
         if self._file is None:
             raise InternalError("the metrics writer is not open")
         numbers = {name: float(value) for name, value in values.items()}
         bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
         self.non_finite.update(bad.keys())
-        line = Line(step, time.time(), {name: None if name in bad else value for name, value in numbers.items()}, bad)
+        idle_s = {cause: round(seconds, 6) for cause, seconds in (idle_s or {}).items()}
+        line = Line(step, time.time(), {name: None if name in bad else value for name, value in numbers.items()}, bad, idle_s)
         self._file.write(msgspec.json.encode(line).decode() + "\n")
         self._file.flush()
         if self._has_tensorboard:
-            tensorboard = self._open_tensorboard()
-            for name, value in numbers.items():
-                if name not in bad:
-                    tensorboard.add(name, value, step, line.time_s)
+            self._to_tensorboard(line)
         return list(bad)
 
     @property
@@ -220,9 +226,13 @@ class MetricsWriter:
         for file in (self._run_dir / "tensorboard").glob("events*"):
             file.unlink()
         for line in _lines(self._run_dir):
-            for name, value in line.values.items():
-                if value is not None:
-                    self._open_tensorboard().add(name, value, line.step, line.time_s)
+            self._to_tensorboard(line)
+
+    def _to_tensorboard(self, line: Line) -> None:
+        tensorboard = self._open_tensorboard()
+        for name, value in {**line.values, **{f"idle_s/{cause}": seconds for cause, seconds in line.idle_s.items()}}.items():
+            if value is not None:
+                tensorboard.add(name, value, line.step, line.time_s)
 
     def close(self) -> None:
         if self._file is not None:

@@ -476,6 +476,7 @@ def _played(stay: Span, turns: Sequence[Span], tools: Sequence[Span]) -> Iterato
             number(made, "num_prompt_tokens") - number(made, "num_cached") if made else 0,
             tuple(tuple((str(one.attributes.get("label", "")), one.duration_s) for one in once) for once in calls),
             max(end - begin - passed, 0) / 1e9,
+            str(made.attributes.get("role", "")) if made else "",
         )
 
 

@@ -160,7 +160,6 @@ def play_on(episodes: Episodes, starts: Sequence[EpisodeStart]) -> tuple[Branch,
             turns = tuple(str(one["text"]) for one in record["turns"])
             failure = str(made.columns["failure"])
             found[made.id] = Branch(None if failure or math.isnan(reward) else reward, turns, failure, str(record.get("error", "")))
-        episodes.written(episodes.take_urgent())  # Nothing is written here: a branch that is lost is played again.
     return tuple(found[start.request.id] for start in starts)
 
 

@@ -6,14 +6,18 @@
 A worker of a searched plan is on the devices of its placements. A worker of a plan by rule is on this machine, whose devices are cores: as
 many as it has threads; workers that take turns share theirs. A run and its simulation give a policy the same numbers. Limit: one pace for
 a role, that of its slowest instance.
+
+Interference (`Paces`). On this machine (`ClusterSpec.pools` empty) concurrent work slows other work down by a factor; several engines of a
+kind as much as one. Devices of a pool have memory and caches of their own, and don't interfere.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, final, get_args
 
 import msgspec
 
@@ -271,3 +275,40 @@ def paced(plan: Plan, graph: MacroGraph, models: Mapping[str, Model], spec: Clus
             raise
         note = f"policies take a decode step to last what the default model says: {str(error).splitlines()[0]}"
         return msgspec.structs.replace(plan, notes=(*plan.notes, note))
+
+
+# ---- interference
+
+
+Kind = Literal["rollout", "train", "function"]
+Slowdown = Callable[[Kind, Kind], float]
+
+
+def undisturbed(kind: Kind, beside: Kind) -> float:
+    """A slowdown without any interference."""
+    return 1.0
+
+
+@final
+class Paces:
+    """Tracks who works, and how much that slows others down."""
+
+    def __init__(self, slowdown: Slowdown, workers: Iterable[str]) -> None:
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        self._factors = {(kind, beside): max(slowdown(kind, beside), 1.0) for kind in kinds if kind != "function" for beside in kinds}
+        self.has_any = any(factor > 1.0 for (kind, beside), factor in self._factors.items() if kind != beside)
+        self._busy: dict[str, Counter[Kind]] = {worker: Counter() for worker in workers}
+
+    def change(self, worker: str, kind: Kind, by: int) -> bool:
+        """Add `by` tasks of a kind on a worker, and return whether the pace of others may have changed."""
+        before = self._busy[worker][kind]
+        self._busy[worker][kind] += by
+        return self.has_any and bool(before) != bool(before + by)
+
+    def of(self, worker: str, kind: Kind) -> float:
+        """Factor by which this kind of work takes longer on a worker now than alone."""
+        if not self.has_any or kind == "function":
+            return 1.0
+        others = {beside for name, busy in self._busy.items() if name != worker for beside, count in busy.items() if count > 0}
+        slower = [self._factors[kind, beside] - 1.0 for beside in others if beside != kind]
+        return 1.0 + sum(slower)

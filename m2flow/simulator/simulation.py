@@ -78,9 +78,9 @@ from m2flow.micro.scheduler.state import Ablation
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every
 from m2flow.samples import Batch, SampleId
-from m2flow.simulator.machines import Machine, kinds
+from m2flow.simulator.machines import Kind, Machine, Paces, Slowdown, kinds, undisturbed
 from m2flow.simulator.sample_lengths import Drawn
-from m2flow.simulator.virtual_worker import Clock, Kind, Paces, RowTimes, SampleRun, Slowdown, VirtualWorker, undisturbed
+from m2flow.simulator.virtual_worker import Clock, RowTimes, SampleRun, VirtualWorker
 from m2flow.spec import ClusterSpec
 
 # ---- the program
@@ -674,6 +674,9 @@ class Simulation:
     def is_lost(self, process: str) -> bool:
         worker = worker_of(process)
         return self._workers[worker].is_lost or tag_of(worker, self._incarnations[worker]) != process
+
+    def worker(self, process: str) -> VirtualWorker | None:
+        return None if self.is_lost(process) else self._workers[worker_of(process)]
 
     def keep(self, ids: Iterable[int], version_spans: Iterable[tuple[VersionSpan, ...]]) -> None:
         self._kept.update(zip(ids, version_spans, strict=True))

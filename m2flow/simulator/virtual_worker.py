@@ -7,17 +7,18 @@ own loop. While no sample joins or leaves, all turns are alike, so the clock adv
 between. Prefill comes first and holds up decoding. Limits: a sample joins and leaves in the middle of a turn, so a turn may be shared; the
 context does not grow; nothing is preempted for lack of memory, since `max_running` is what fits at the mean length.
 
-Interference (`Paces`). On this machine (`ClusterSpec.pools` empty) concurrent work slows other work down by a factor; several engines of a
-kind as much as one. Devices of a pool have memory and caches of their own, and don't interfere.
+Speakers. A turn of another role in an episode (`EpisodeTurn.role`) is decoded by the worker that has that role's engine, this one or the
+one that a real episode would ask, in its batch; meanwhile the episode is in none. Limit: an episode that is stopped has the tokens of its
+own role alone, and those of the others are spoken again.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, final, get_args
+from typing import Protocol, final
 
 from m2flow.channels.weights import Manifest
 from m2flow.errors import InternalError
@@ -25,10 +26,10 @@ from m2flow.macro.graph import Call
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import DecodeCost, EpisodeTurn, FunctionCost, ToolCost, TrainCost
 from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent
-from m2flow.micro.protocol.worker_state import ROLLOUT, stopped_at, worker_of
+from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of, stopped_at, worker_of
 from m2flow.micro.worker.task_queue import Answer, TaskQueue
 from m2flow.samples import group_key
-from m2flow.simulator.machines import Machine
+from m2flow.simulator.machines import Kind, Machine
 from m2flow.simulator.sample_lengths import Drawn
 from m2flow.spec import RunSettings
 
@@ -86,6 +87,10 @@ class RowTimes:
         here = self._at(drawn, place)
         self._there.setdefault(call, {}).setdefault(place, {}).update((row, here[row]) for row in ids)
 
+    def hop_s(self, num_bytes: int, source: str, target: str) -> float:
+        """Seconds to send so many bytes from one worker to another."""
+        return 0.0 if source == target else self._hop_s(num_bytes, source, target)
+
     def send(self, call: int, ids: Iterable[int], source: str, target: str, now_s: float, num_tokens: Callable[[int], int]) -> None:
         """Send rows from one worker to another; rows still on their way to the source are sent on from there."""
         if source == target:
@@ -129,45 +134,11 @@ class RowTimes:
         return self._there.get(call, {}).get(place, {})
 
 
-Kind = Literal["rollout", "train", "function"]
-Slowdown = Callable[[Kind, Kind], float]
-
-
-def undisturbed(kind: Kind, beside: Kind) -> float:
-    """A slowdown without any interference."""
-    return 1.0
-
-
-@final
-class Paces:
-    """Tracks who works, and how much that slows others down."""
-
-    def __init__(self, slowdown: Slowdown, workers: Iterable[str]) -> None:
-        kinds: tuple[Kind, ...] = get_args(Kind)
-        self._factors = {(kind, beside): max(slowdown(kind, beside), 1.0) for kind in kinds if kind != "function" for beside in kinds}
-        self.has_any = any(factor > 1.0 for (kind, beside), factor in self._factors.items() if kind != beside)
-        self._busy: dict[str, Counter[Kind]] = {worker: Counter() for worker in workers}
-
-    def change(self, worker: str, kind: Kind, by: int) -> bool:
-        """Add `by` tasks of a kind on a worker, and return whether the pace of others may have changed."""
-        before = self._busy[worker][kind]
-        self._busy[worker][kind] += by
-        return self.has_any and bool(before) != bool(before + by)
-
-    def of(self, worker: str, kind: Kind) -> float:
-        """Factor by which this kind of work takes longer on a worker now than alone."""
-        if not self.has_any or kind == "function":
-            return 1.0
-        others = {beside for name, busy in self._busy.items() if name != worker for beside, count in busy.items() if count > 0}
-        slower = [self._factors[kind, beside] - 1.0 for beside in others if beside != kind]
-        return 1.0 + sum(slower)
-
-
 _NEAR = 1e-9
 """Turns within which two samples end together."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SampleRun:
     """A sample on a simulated worker, until it ends or leaves.
 
@@ -211,6 +182,12 @@ class SampleRun:
     """Tokens of each of these turns, if nothing stops it."""
     called: list[tuple[str, float, float]] = field(default_factory=list)
     """The tools that it called, each with its start and end in seconds."""
+    speakers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Role that speaks in an episode from other processes -> these."""
+    heard: Action | None = None
+    """Is called when it has ended; of a turn in another role's episode."""
+    listens_to: tuple[VirtualWorker, SampleRun] | None = None
+    """The turn of another role that an episode waits for, and where it is spoken."""
 
     @property
     def ahead(self) -> int:
@@ -445,6 +422,9 @@ class Surroundings(Protocol):
     @property
     def tools(self) -> Mapping[str, ToolCost]: ...
 
+    def worker(self, process: str) -> VirtualWorker | None:
+        """A process of a worker; None: it is gone."""
+
     def rests(self, worker: str, is_resting: bool) -> None:
         """Note that a worker that has samples has none to decode now, since all are episodes that wait; or has some again."""
 
@@ -492,6 +472,8 @@ class VirtualWorker:
         """Finished samples that wait for others, to be reported together."""
         self.rested: list[list[float]] = []
         """When it had episodes and nothing to decode: starts and ends in seconds."""
+        self._spoken: list[SampleRun] = []
+        """Turns in other workers' episodes, or in other roles' here."""
         self._is_resting = False
         self._slots: dict[str, list[float]] = {}
         """Slots of a tool, or those that several share (empty name): when each is free, a heap."""
@@ -534,7 +516,9 @@ class VirtualWorker:
         runs = list(self._running.values())
         for run in runs:
             run.is_wasted = True
-        self.decoding.give_up(runs, self._around.clock.now_s)
+        self._give_up(runs)
+        for spoken in list(self._spoken):
+            self.fall_silent(spoken)
         self._note_rest()
         self._around.generating(self.name, -len(runs))
         self._running.clear()
@@ -707,7 +691,7 @@ class VirtualWorker:
             before = around.stopped(row) if task.aborted_by >= 0 else ()
             had = sum(version_span.num_tokens for version_span in before)
             left = max(around.drawn.response_tokens(row) - had, 1)
-            run = SampleRun(row, role, task.call, task.number, left, prefill + had, around.clock.now_s)
+            run = SampleRun(row, role, task.call, task.number, left, prefill + had, around.clock.now_s, speakers=task.speakers)
             run.version, run.before = self._held.get(role, 0), before
             if "agent" in around.call(task.call).options:
                 run.episode.extend(around.drawn.turns(row, had))
@@ -717,13 +701,74 @@ class VirtualWorker:
         self._tasks.began(task)
         self._report_later()
         around.generating(self.name, len(runs))
-        away = [run for run in runs.values() if run.episode and not run.episode[0].num_tokens]
-        self.decoding.add((run for run in runs.values() if not run.episode or run.episode[0].num_tokens), around.clock.now_s)
+        away = [run for run in runs.values() if run.episode and (self._is_others(run) or not run.episode[0].num_tokens)]
+        self.decoding.add((run for run in runs.values() if run not in away), around.clock.now_s)
         for run in away:  # Their agents do something else before their first turn.
             self.decoding.leave(run)
-            self._wait_for_tools(run)
+            if self._is_others(run):
+                self._have_spoken(run)
+            else:
+                self._wait_for_tools(run)
         self._note_rest()
         self._set_alarm()
+
+    def _is_others(self, run: SampleRun) -> bool:
+        """Whether the next turn of an episode is another role's, of whose engine it is known where it is."""
+        role = run.episode[0].role if run.episode else ""
+        return bool(role) and role != run.role and (role in self.machine.decode or role in run.speakers)
+
+    def _have_spoken(self, run: SampleRun) -> None:
+        """Have another role speak in an episode, which is away meanwhile."""
+        around, turn = self._around, run.episode[0]
+        speaker = self if turn.role in self.machine.decode else around.worker(instance_of(run.id, run.speakers[turn.role]))
+        if speaker is None:
+            return  # It is lost: the scheduler stops the episode.
+        takes_s = around.rows.hop_s(ROW_BYTES + TOKEN_BYTES * turn.num_tokens, self.name, speaker.name)
+
+        def answered() -> None:
+            around.clock.at(around.clock.now_s + takes_s, heard)
+
+        def heard() -> None:
+            if run.listens_to is not None and run.listens_to[1] is spoken and not run.is_over and not self.is_lost:
+                run.listens_to = None
+                self._wait_for_tools(run)
+
+        prefill = turn.prefill_tokens
+        spoken = SampleRun(run.id, turn.role, run.call, run.task, turn.num_tokens, prefill, around.clock.now_s, heard=answered)
+        run.listens_to = speaker, spoken
+        around.clock.at(around.clock.now_s + takes_s, lambda: speaker.speak(spoken))
+
+    def speak(self, spoken: SampleRun) -> None:
+        """Decode a turn of another worker's episode, or of another role's here."""
+        if spoken.is_over or self.is_lost:
+            return
+        self._spoken.append(spoken)
+        self._around.generating(self.name, 1)
+        self.decoding.add([spoken], self._around.clock.now_s)
+        self._note_rest()
+        self._set_alarm()
+
+    def fall_silent(self, spoken: SampleRun) -> None:
+        """Give up such a turn."""
+        was_here = spoken in self._spoken
+        self.decoding.give_up([spoken], self._around.clock.now_s)
+        if was_here:
+            self._no_longer_spoken(spoken)
+        self._note_rest()
+        self._set_alarm()
+
+    def _no_longer_spoken(self, spoken: SampleRun) -> None:
+        self._spoken.remove(spoken)
+        self._around.generating(self.name, -1)
+
+    def _give_up(self, runs: Iterable[SampleRun]) -> None:
+        """Stop decoding samples, and the turns of others that they wait for."""
+        runs = list(runs)
+        self.decoding.give_up(runs, self._around.clock.now_s)
+        for run in runs:
+            if run.listens_to is not None:
+                (speaker, spoken), run.listens_to = run.listens_to, None
+                speaker.fall_silent(spoken)
 
     def _wait_for_tools(self, run: SampleRun) -> None:
         """Have an episode come back when what its agent waits for after its turn is over."""
@@ -747,6 +792,9 @@ class VirtualWorker:
         if run.is_over or self.is_lost:
             return
         clock = self._around.clock
+        if self._is_others(run):
+            self._have_spoken(run)
+            return
         if self.decoding.come_back(run, clock.now_s):
             self._finished.append(run)
             self._gather()
@@ -793,9 +841,12 @@ class VirtualWorker:
         if alarm != self._alarm:
             return
         ended = self.decoding.finished(self._around.clock.now_s)
-        self._finished += [run for run in ended if run.is_over]
+        self._finished += [run for run in ended if run.is_over and run.heard is None]
         for run in ended:
-            if not run.is_over:
+            if run.heard is not None:
+                self._no_longer_spoken(run)
+                run.heard()
+            elif not run.is_over:
                 self._wait_for_tools(run)
         self._gather()
         self._note_rest()
@@ -883,7 +934,7 @@ class VirtualWorker:
         around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
         runs = [self._running.pop(row) for row in ids]
         found = [(run.id, run.version_spans(int(run.tokens_until(turns)))) for run in runs if run.tokens_until(turns) >= 1 or run.before]
-        self.decoding.give_up(runs, around.clock.now_s)
+        self._give_up(runs)
         self._note_rest()
         around.generating(self.name, -len(runs))
         self._set_alarm()
@@ -902,7 +953,7 @@ class VirtualWorker:
             for run in kept:
                 del self._running[run.id]
                 found.append((run.id, run.version_spans(int(run.tokens_until(turns)))))
-            self.decoding.give_up(kept, now_s)
+            self._give_up(kept)
             self._note_rest()
             around.generating(self.name, -len(kept))
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
@@ -912,7 +963,7 @@ class VirtualWorker:
             for run in runs:
                 run.is_wasted = True
                 del self._running[run.id]
-            self.decoding.give_up(runs, self._around.clock.now_s)
+            self._give_up(runs)
             self._note_rest()
             self._around.generating(self.name, -len(runs))
         self._set_alarm()

@@ -383,6 +383,9 @@ def test_a_counter_has_the_time_in_which_all_episodes_waited_for_tools(run_dir: 
     assert counted["idle seconds, tool"][-1] > 0.8 * WAIT_S * 5
     assert sorted(counted["idle seconds, tool"]) == list(counted["idle seconds, tool"])
     assert "idle seconds, task" in counted
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = [line["idle_s"].get("tool", 0.0) for line in lines if "idle_s" in line]
+    assert 0.8 * WAIT_S * 4 < sum(told) <= counted["idle seconds, tool"][-1], "what was told by the last update"
 
 
 def test_what_a_repeated_episode_has_on_record_is_no_turn_and_what_an_engine_had_cached_is_said() -> None:

@@ -5,27 +5,33 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from one_thread import Images, SteppedRun, commit_every, resumed
 from played_episodes import host, played, row_of, same, shout, start_of, stopped_row, wanderer
 from resumed_runs import fake_cluster
 
-from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
+from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, log, steps, tool
 from m2flow.agents.episodes import Transcript
-from m2flow.engines.contract import Generated
+from m2flow.engines.contract import Generated, Request
 from m2flow.errors import StateLost
 from m2flow.macro.replay import CallRecord
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.records.ledger import Ledger
 from m2flow.micro.records.resume import Resumption
-from m2flow.micro.records.segments import Kind, SegmentWriter
+from m2flow.micro.records.segments import Kind, SegmentWriter, read_segment, scan_segments, worker_of
+from m2flow.observe.metrics import read_metrics
 from m2flow.recipe import AdamW
-from m2flow.samples import Segment
+from m2flow.samples import SampleId, Segment
 from m2flow.spec import RunSettings
+from m2flow.testing.fakes import FakeLanguage, FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, scheduled
 from m2flow.testing.world import run_eager, run_planned
 
@@ -170,9 +176,67 @@ def test_a_tool_with_effects_never_runs_twice_whenever_a_run_is_killed_and_resum
     assert num_before > 20
 
 
+RUN = "M2FLOW_TEST_RUN"
+"""Environment variable with the directory of the run that writes its episodes down."""
+
+
+def on_disk(prompt: int) -> dict[str, Any]:
+    """What a process that is killed now leaves of the episode of this prompt."""
+    folder, found = Path(os.environ[RUN]) / "segments", {"turns": [], "tools": {}}
+    for name in {worker_of(path.name) for path in folder.glob("*-running*.seg")}:
+        for record in scan_segments(folder, name, {}):
+            rows = read_segment(folder, record.place)
+            prompts = [SampleId.unpack(packed).prompt for packed in rows.ids.tolist()]
+            if prompt in prompts:
+                found = rows.ragged("episode").item(prompts.index(prompt))  # type: ignore[assignment]
+    return found
+
+
+@agent
+async def checking(chat: Chat, row: Sample) -> float:
+    heard, num_missing = [(await chat.say(str(row.prompt), tools=[shout], max_tokens=9)).text], 0
+    for number in range(4):
+        num_missing += heard != [turn["text"] for turn in on_disk(row.id.prompt)["turns"]]
+        calls = [ToolCall("shout", {"text": f"<w{row.id.prompt} {number} {at}>", "wait": 0.004 * at}) for at in range(2)]
+        heard.append((await chat.reply(calls, max_tokens=5)).text)
+    return float(num_missing)
+
+
+@flow
+def checked() -> None:
+    policy = Policy("fake")
+    rows = Dataset.generate(lambda rng: {"prompt": str(rng.randrange(10**6))}, 100, seed=1, name="rows")
+    for _ in steps(1):
+        episodes = policy.rollout(checking, rows.take(3), n=1, max_tokens=800)
+        log(missing=episodes.reward.mean(), turns=episodes.num_turns.mean())
+
+
+def test_each_turn_is_on_disk_before_its_agent_hears_it_and_each_pure_tools_result_before_an_engine_reads_it(tmp_path, monkeypatch):
+    def begun() -> None:
+        monkeypatch.setenv(RUN, str(run.run_dir))
+
+    run = SteppedRun(checked, {}, fake_cluster("split", workers=1), RunSettings(runs_dir=str(tmp_path)), hook=begun)
+    read, added = [], FakeRollout.add
+
+    def add(self: FakeRollout, requests: Sequence[Request]) -> None:
+        for request in requests:
+            results = re.findall(r"<W\d+ \d \d>", FakeLanguage().decode(list(request.prompt)))
+            known = [one.get("result") for one in on_disk(SampleId.unpack(request.id).prompt)["tools"].values()] if results else []
+            read.extend((result, result in known) for result in results)
+        added(self, requests)
+
+    monkeypatch.setattr(FakeRollout, "add", add)
+    run.execute()
+    assert not [result for result, is_known in read if not is_known]
+    assert len(set(read)) == 3 * 4 * 2
+    logged = {name: value for name, [(_, value)] in read_metrics(run.run_dir).items()}
+    assert (logged["missing"], logged["turns"]) == (0.0, 5.0)
+
+
 def test_of_two_records_with_the_same_tokens_a_resume_goes_on_from_the_one_that_has_the_tools_result(loop, tmp_path, monkeypatch):
     monkeypatch.setenv(PAID, str(tmp_path / "paid"))
     episodes = host(loop)
+    episodes.is_recorded = True
     start = start_of(0, payer)
     episodes.begin([start])
     writer = SegmentWriter(tmp_path / "segments", "rollout-0-running")
@@ -181,8 +245,9 @@ def test_of_two_records_with_the_same_tokens_a_resume_goes_on_from_the_one_that_
         episodes.step()
         for packed in episodes.take_urgent():
             rows = row_of(episodes.snapshot([packed])[0])
-            places.append(writer.append(rows, Kind.RUNNING, 0))
-            had.append((call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows)))
+            if any(call_semantics.num_noted_of(rows)):  # Before it comes the turn that calls the tools.
+                places.append(writer.append(rows, Kind.RUNNING, 0))
+                had.append((call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows)))
             episodes.written([packed])
     writer.close()
     (begun, tokens), (returned, more) = [(noted[0], made[0]) for made, noted in had]
@@ -201,6 +266,7 @@ def test_of_two_records_with_the_same_tokens_a_resume_goes_on_from_the_one_that_
 def test_an_episode_whose_tool_with_effects_had_begun_is_lost_where_it_goes_on_and_the_tool_does_not_run_again(loop, tmp_path, monkeypatch):
     monkeypatch.setenv(PAID, str(tmp_path / "paid"))
     first = host(loop)
+    first.is_recorded = True
     start = start_of(0, payer)
     first.begin([start])
     packed = start.request.id
@@ -209,6 +275,7 @@ def test_an_episode_whose_tool_with_effects_had_begun_is_lost_where_it_goes_on_a
         return first.snapshot([packed])[0].columns["episode"]["tools"]  # type: ignore[index]
 
     while not any(one["name"] == "pay" for one in record().values()):
+        first.written(first.take_urgent())
         first.step()
     assert not (tmp_path / "paid").exists(), "it waits until it is written down that it begins"
     assert first.is_held(packed)

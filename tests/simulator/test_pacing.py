@@ -5,7 +5,7 @@ from cost_tables import NOTHING, PlainCosts
 from simulated import Given, cluster, plain, ran
 
 from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, TrainCost
-from m2flow.simulator.virtual_worker import Paces, undisturbed
+from m2flow.simulator.machines import Paces, undisturbed
 
 DECODING = DecodeCost(1.0, 0.25, 0.0, 1000)
 TRAINING = TrainCost(NOTHING, PassCost(0.0, 0.5, 0.0), 3.0)

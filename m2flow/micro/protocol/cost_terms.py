@@ -175,6 +175,8 @@ class EpisodeTurn(msgspec.Struct, frozen=True):
     """Tool calls after it, those at once together, each with its seconds without those for a slot."""
     rest_s: float = 0.0
     """What else passed until the next turn, or the end: the agent's own time."""
+    role: str = ""
+    """Who spoke, where it was not the role whose episode it is."""
 
 
 class ToolCost(msgspec.Struct, frozen=True):

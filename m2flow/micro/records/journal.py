@@ -30,7 +30,7 @@ from m2flow.micro.records.resume import DONE, ResumeState, Resumption
 from m2flow.micro.records.rundir import StorageCopier
 from m2flow.micro.records.segments import Place, clear_scratch, read_segment
 from m2flow.observe.metrics import MetricsWriter
-from m2flow.observe.spans import SpanBlock
+from m2flow.observe.spans import IDLE, SpanBlock
 from m2flow.observe.store import TraceStore
 from m2flow.samples import Batch, Finish, SampleId
 
@@ -93,6 +93,10 @@ class Journal:
         self._resumption: Resumption | None = None
         self.num_failed: Counter[tuple[str, str]] = Counter()
         """(reward, how it failed) -> samples whose reward is what `on_error` says."""
+        self._idle_s: dict[tuple[str, str], float] = {}
+        """(worker, cause) -> seconds that its process was idle so far."""
+        self._idle_now_s: dict[str, float] = {}
+        """By cause, those that are in no line of the metrics yet."""
         self._known: dict[str, int] = {}
         """Files of workers -> offset up to which they are in the ledger, not yet written there."""
 
@@ -306,7 +310,8 @@ class Journal:
                 self._alarm.hear(call, value, self.tally)
             prefix = "setup/" if call.step < 0 else ""
             prefix += "" if call.role == "policy" else f"{call.role}/"
-            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()})
+            idle_s, self._idle_now_s = self._idle_now_s, {}
+            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()}, idle_s)
             if call.step >= 0:
                 bias = as_metrics(self._ledger.length_bias(call))
                 self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})
@@ -344,3 +349,9 @@ class Journal:
 
     def spans(self, block: SpanBlock) -> None:
         self._trace.append(block)
+        for name, seconds, _ in block.counts:
+            kind, _, cause = name.partition(", ")
+            if kind == IDLE:
+                before, self._idle_s[block.track, cause] = self._idle_s.get((block.track, cause), 0.0), seconds
+                more_s = seconds - before if seconds >= before else seconds  # Less is what a new process of the worker counts.
+                self._idle_now_s[cause] = self._idle_now_s.get(cause, 0.0) + more_s

@@ -266,7 +266,7 @@ class EngineHost:
         self.parts = PartWriter()
         """Writer of checkpoints' parts, while the engines go on."""
         self.writes_episodes = False
-        """Whether `episodes_to_write` is asked, so that agents wait for it."""
+        """Whether `episodes_to_write` is asked, so that episodes wait for it."""
         self._tool_wait_ns = 0
         """Since when the engines have had nothing to do but to wait for agents; 0: they have."""
         self._waits_for = ""
@@ -394,13 +394,16 @@ class EngineHost:
             self._agents = self._agents or EventLoop()
             engine = self._rollout[role] if role in self._rollout else self._speaker_elsewhere(role)
             self._episodes[role] = Episodes(engine, self._agents, self._episodes)
-            self._episodes[role].record = self._passed
+            self._episodes[role].record, self._episodes[role].is_recorded = self._passed, self.writes_episodes
         return self._episodes[role]
 
     def _passed(self, packed: int, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None:
         """Record a turn or a tool call of an episode, on the thread of agents."""
         inflight = self._inflight.get(packed)
         if inflight is not None:
+            if "speaker" in about:
+                bounds: Any = inflight.drawn.options["episodes"]
+                about = {**about, "role": dict(bounds.speakers)[about["speaker"]]}
             self._sample_spans.part(inflight.call.ordinal, packed, name, start_ns, end_ns, about)
 
     # Speakers in other processes, and turns of others' episodes
@@ -459,6 +462,11 @@ class EngineHost:
         """By role: what generates its samples, its agents included."""
         return {**self._rollout, **self._episodes} if self._episodes else self._rollout
 
+    def hear_agents(self) -> None:
+        """Take in what agents have asked for and noted, so that it can be written down before the next step."""
+        for episodes in self._episodes.values():
+            episodes.hear()
+
     def episodes_to_write(self) -> list[int]:
         """The episodes that wait until their record is written down (`episodes_written`)."""
         return [packed for episodes in self._episodes.values() for packed in episodes.take_urgent()]
@@ -486,8 +494,6 @@ class EngineHost:
                 self._waits_for_agents(end if is_waiting and num_running else start, is_waiting=is_waiting)
                 self._finished += [(generated, end) for generated in finished]
                 self._draining.left(role, engine, end, num_ended=len(finished))
-        if self._episodes and not self.writes_episodes:
-            self.episodes_written(self.episodes_to_write())
         is_last = len(self._finished) == len(self._inflight) and not len(self._guests)
         if is_last:
             self._sample_spans.flush()

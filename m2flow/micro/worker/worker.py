@@ -397,15 +397,19 @@ class ProgressLog:
         record."""
         self._num_steps += 1
         is_time = now_ns() - self._looked_ns >= self._every_ns
-        waiting = engine_host.episodes_to_write()
-        wanted = list(waiting)
+        wanted: list[int] = []
         if self._counts and (is_time or self._num_steps >= self._check_after):
             most = 0 if is_time else max(self._every_tokens - self._check_after, 0)
-            wanted += [packed for packed, count in self._counts.items() if count - self._written.get(packed, 0) > most]
+            wanted = [packed for packed, count in self._counts.items() if count - self._written.get(packed, 0) > most]
             self._num_steps = 0
             if is_time:
                 self._looked_ns = now_ns()
-        done = []
+        return self.waiting(engine_host, wanted)
+
+    def waiting(self, engine_host: EngineHost, also: Iterable[int] = ()) -> list[tuple[Call, Batch, Place]]:
+        """Flush the episodes that wait for it, and these samples, in one record of each call; then they go on. Returns as `due`."""
+        waiting = engine_host.episodes_to_write()
+        wanted, done = [*waiting, *also], []
         for call, rows in engine_host.snapshot(dict.fromkeys(wanted)) if wanted else ():
             ids = rows.ids.tolist()
             done.append((call, rows, self._running.append(rows, ids, Kind.RUNNING, call.ordinal)))
@@ -757,13 +761,19 @@ class Worker:
 
     def _decode(self) -> None:
         """One token of everything that generates; what has finished leaves, and what goes on is written down now and then."""
+        self.engine_host.hear_agents()
+        self._flushed(self._progress_log.waiting(self.engine_host))
         left = self.engine_host.step()
         self._progress_log.measure(self.engine_host, [rows for _, rows in left])
         for call, rows in left:
             self._generated(call, rows)
         if left:
             self._progress_log.measure(self.engine_host)
-        for call, rows, place in self._progress_log.due(self.engine_host):
+        self._flushed(self._progress_log.due(self.engine_host))
+
+    def _flushed(self, records: Iterable[tuple[Call, Batch, Place]]) -> None:
+        """Say what was written of samples that run."""
+        for call, rows, place in records:
             self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *call_semantics.lengths_of(rows), version_spans_of(rows), place))
 
     def _send_turns(self) -> bool:

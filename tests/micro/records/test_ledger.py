@@ -1,6 +1,7 @@
 """The ledger and its segments: told twice is told once, trained twice is an error, and damage is seen."""
 
 import itertools
+import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.ledger import Ledger, add_endings, read_samples, samples_digest
 from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import SegmentWriter
+from m2flow.observe.metrics import read_metrics
+from m2flow.observe.spans import SpanBlock
 from m2flow.samples import Batch, Ragged, Segment, make_ids
 
 few = settings(max_examples=12, deadline=None)
@@ -151,6 +154,32 @@ def test_a_failed_sample_is_counted_and_a_part_of_a_reward_that_is_named_like_a_
     journal.rewarded(SCORE, IDS[3:4], [0.5], [{"died": 1.0}])
     journal.close()
     assert journal.num_failed == {("judge", "died"): 1, ("judge", "invalid"): 1}
+
+
+def test_a_line_of_an_update_has_the_seconds_that_workers_were_idle_since_the_one_before_and_no_metric_is_a_time(tmp_path):
+    update = replace(SCORE, method="update", role="policy", step=0)
+
+    def idle(worker: str, **seconds: float) -> SpanBlock:
+        counts = [(f"idle seconds, {cause}", value, 0) for cause, value in seconds.items()]
+        return SpanBlock(worker, 0, [], [("running, policy", 3.0, 0), *counts])
+
+    journal = Journal(tmp_path, tensorboard=False)
+    journal.open()
+    journal.spans(idle("rollout-0", tool=1.5, task=0.25))
+    journal.spans(idle("rollout-1", tool=2.0))
+    journal.call_done(update, {"loss": 0.5})
+    journal.spans(idle("rollout-0", tool=1.75, task=0.25))
+    journal.spans(idle("rollout-1", tool=0.5))  # It was restarted.
+    journal.call_done(replace(update, step=1), {"loss": 0.25})
+    journal.call_done(replace(update, step=2), {"loss": 0.125})
+    journal.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("idle_s") for line in lines if "loss" in line["values"]] == [
+        {"tool": 3.5, "task": 0.25},
+        {"tool": 0.75, "task": 0.0},
+        None,
+    ]
+    assert not [name for name in read_metrics(tmp_path) if "idle" in name]
 
 
 def test_samples_and_rewards_that_are_told_twice_stay_as_they_were(tmp_path):
