@@ -25,6 +25,7 @@ import heapq
 import importlib.util
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -915,11 +916,11 @@ def _own(name: str) -> type[SchedulingPolicy]:
     if not colon or not file.endswith(".py"):
         hint = did_you_mean(name, POLICIES, f"There are {', '.join(POLICIES)}; a class of your own is FILE.py:CLASS.")
         raise SpecError(f"there is no policy {name!r}", now=hint)
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    spec = importlib.util.spec_from_file_location(f"m2flow_policy_{Path(file).stem}", file)
     if spec is None or spec.loader is None or not Path(file).is_file():
         raise SpecError(f"can't read {file}", now="Give the file that defines the policy.")
     spec.loader = loader = AsItStands(spec.name, file)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Where dataclasses look up their annotations.
     try:
         loader.exec_module(module)
     except Exception as error:

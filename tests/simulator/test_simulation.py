@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -10,16 +11,29 @@ import pytest
 from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated import T0, T1, Given, cluster, decodes, evaluated, leased, plain, ran, stale
+from simulated import T0, T1, Given, Ran, cluster, decodes, evaluated, leased, plain, ran, stale
 
-from m2flow import Dataset, Policy, Reward, flow, steps
+from m2flow import Chat, Dataset, Policy, Reward, Sample, agent, flow, log, steps
 from m2flow.errors import InternalError
-from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, Footprint, FunctionCost, PassCost, Switch, TrainCost
+from m2flow.micro.protocol.cost_terms import (
+    Costs,
+    DecodeCost,
+    EngineId,
+    EpisodeCosts,
+    EpisodeTurn,
+    Footprint,
+    FunctionCost,
+    Layout,
+    PassCost,
+    Switch,
+    TrainCost,
+)
 from m2flow.micro.protocol.plan import Plan
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
 from m2flow.simulator.ablation import AblatedCosts, NoRewards, NoSwitches
 from m2flow.simulator.virtual_worker import Decoding, SampleRun
+from m2flow.spec import PinSpec
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -317,3 +331,71 @@ def test_what_is_generated_is_what_is_trained_on():
     generated = sum(run.ended - run.begun for runs in result.history.sample_runs.values() for run in runs)
     assert generated == pytest.approx(sum(step.trained_tokens for step in result.report.steps))
     assert np.sum([step.wasted_tokens for step in result.report.steps]) == 0
+
+
+# ---- several who speak in an episode
+
+
+@agent
+async def judged(chat: Chat, row: Sample) -> float:
+    return 0.0
+
+
+@flow
+def contested(batch: int = 1) -> None:
+    policy, judge = Policy("fake"), Policy("fake", name="judge")
+    for _ in steps(1):
+        played = policy.rollout(judged, Dataset([{"prompt": "a"}] * batch).take(batch), n=1, max_tokens=99, speakers={"judge": judge})
+        log(reward=played.reward.mean())
+
+
+ALTERNATELY = (
+    EpisodeTurn(0),
+    EpisodeTurn(3, prefill_tokens=2),
+    EpisodeTurn(2, prefill_tokens=4, role="judge"),
+    EpisodeTurn(1, prefill_tokens=1, rest_s=0.5),
+    EpisodeTurn(2, prefill_tokens=0, role="judge"),
+)
+"""An episode in which a judge speaks twice."""
+
+
+@dataclass
+class OfTwo(PlainCosts):
+    """A judge takes twice as long for a token, and an episode is known."""
+
+    most: int = 1_000_000
+
+    def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
+        return DecodeCost(2.0 if engine.role == "judge" else 1.0, 0.0, 0.25, self.most)
+
+    def episodes(self) -> EpisodeCosts:
+        return EpisodeCosts((ALTERNATELY,))
+
+
+def contested_in(costs: Costs, batch: int = 1, *, is_apart: bool) -> Ran:
+    spec = cluster().model_copy(update={"pin": {"judge.rollout": PinSpec(num_devices=1)}} if is_apart else {})
+    return ran(contested, costs, Given([[8]], prompt=2), spec, options={"batch": batch})
+
+
+def test_an_episode_waits_for_the_answers_of_one_who_speaks_from_another_engine():
+    own_s, judges_s, rest_s = 4 * 1.0 + (2 + 1) * 0.25, 4 * 2.0 + 4 * 0.25, 0.5
+    for is_apart in (True, False):
+        result = contested_in(OfTwo(), is_apart=is_apart)
+        assert result.makespans == [own_s + judges_s + rest_s], is_apart
+    (run,) = [run for runs in contested_in(OfTwo(), is_apart=True).history.sample_runs.values() for run in runs]
+    assert run.spoken == [3, 1]
+    assert run.tokens_until(run.ended) == 4, "what a judge said is none of the policy's decoding"
+
+
+def test_turns_that_are_asked_for_elsewhere_take_the_way_there_and_back():
+    here, there = (contested_in(OfTwo(hopping_s=0.125), is_apart=is_apart).makespans[0] for is_apart in (False, True))
+    assert there - here == pytest.approx(2 * 2 * 0.125)
+
+
+def test_a_judge_on_devices_of_its_own_works_while_others_play_and_one_in_the_process_of_the_episodes_holds_them_up():
+    apart, together = (contested_in(OfTwo(most=2), 6, is_apart=is_apart) for is_apart in (True, False))
+    alone_s = 3 * (4 * 2.0 + 2 * 4 * 0.25)
+    assert alone_s < apart.makespans[0] < alone_s + 3 * 1.0 + 1.0 + 2 * 0.5 + 3 * 0.5
+    assert together.makespans[0] > apart.makespans[0] + 2.0
+    assert sum(map(len, apart.history.sample_runs.values())) == 6, "a judge's turns are no samples of its own"
+    assert apart.totals.idle_s["tool"] > 0
