@@ -22,6 +22,7 @@ Attributes that viewers understand:
                  of its prompt
     turn, conversation, speaker
                  of a `turn` span: its number in its conversation, from 1; and this, and who speaks, where an episode has several
+    role, worker of a `turn` span: the role of who speaks, where it is another's; and the worker with its engine, where that is another
     num_new_tokens, num_cached
                  of a `turn` span: tokens of its prompt that the turn before it did not have, and those that the engine found in its
                  prefix cache, where it says so

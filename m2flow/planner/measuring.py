@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -63,7 +63,7 @@ def batches_of(
     the positions of the steps for which this is known.
 
     Args:
-        sample_spans: the spans of the samples of the engine's worker, and of the turns of those that are episodes.
+        sample_spans: the spans of the samples of the engine's worker, and of the turns that it played in episodes.
         counts: sample -> (step of the flow, prompt tokens, generated tokens).
     """
     ends = np.array([span.end_ns for span in steps])
@@ -75,7 +75,12 @@ def batches_of(
         packed = sample_of(span)
         if span.name == SpanName.TURN:
             position = int(np.searchsorted(ends, span.end_ns))
-            if packed is not None and number(span, "num_tokens") and position < len(ends) and starts[position] <= span.end_ns:
+            if "worker" in span.attributes:  # It ends where its answer has come to the episode, so after its last step.
+                position -= 1
+                is_in = position >= 0
+            else:
+                is_in = position < len(ends) and starts[position] <= span.end_ns
+            if packed is not None and number(span, "num_tokens") and is_in:
                 first.append(position - number(span, "num_tokens") + 1)
                 last.append(position)
                 prompts.append(number(span, "num_prompt_tokens"))
@@ -97,6 +102,15 @@ def batches_of(
     # Above the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
     is_known = (running > 0) & ((running == asked) | ((running < asked) & (running == running.max(initial=0))))
     return (running - entered, context, entered, prefill), np.flatnonzero(is_known)
+
+
+def _is_played(span: Span, role: str, worker: str, speakers: Set[str]) -> bool:
+    """Whether a sample or a turn may be one of this role's engine on this worker. Limit: of a role that speaks in others' episodes
+    the turns in its own are passed over.
+    """
+    if "role" in span.attributes:
+        return span.attributes["role"] == role and span.attributes.get("worker", span.lane[0]) == worker
+    return span.lane[0] == worker and not (span.name == SpanName.TURN and role in speakers)
 
 
 class Cover:
@@ -322,10 +336,10 @@ class _Reader:
     def _decode(self, steps: Sequence[Span], sample_spans: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
         found = {}
         single = [span for span in steps if "num_steps" not in span.attributes]  # A span of several steps has no time for each.
+        speakers = {str(span.attributes["role"]) for span in sample_spans if "role" in span.attributes}
         for (role, worker), own in _by(single).items():
-            (decoding, context, entered, prefill), kept = batches_of(
-                own, [span for span in sample_spans if span.lane[0] == worker], self._counts
-            )
+            of_engine = [span for span in sample_spans if _is_played(span, role, worker, speakers)]
+            (decoding, context, entered, prefill), kept = batches_of(own, of_engine, self._counts)
             spans = [own[i] for i in kept.tolist()]
             if spans:
                 seconds = np.array([span.duration_s for span in spans])

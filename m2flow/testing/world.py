@@ -562,8 +562,8 @@ def run_planned(
 
     Trained models are saved under `save_to`. The flow calls the backend that `around` makes of the world: a recorder, a replay. `placed`
     may change the plan's placement. `num_losses` workers are lost during the run and restarted; then running samples are recorded every
-    `flush_tokens`, and ledger and segments are in `run_dir`. `is_recorded` also makes a ledger where none is lost: episodes write their
-    tools down.
+    `flush_tokens`, and ledger and segments are in `run_dir`. `is_recorded` also makes a ledger where none is lost; so do agents, whose
+    turns and tool calls are written down.
     """
     graph, models, num_steps = trace(flow, options, seed=seed, assume=0.0)
     copies = copies_made(flow, options, num_steps=num_steps, seed=seed)
@@ -576,6 +576,7 @@ def run_planned(
             every = flush_tokens if num_losses else 2**31
             return make_worker(plan, planned, models, spec, seed, place, incarnation, deterministic=deterministic, flush_tokens=every)
 
+        is_recorded |= any("agent" in call.options for call in graph.calls)
         scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=num_losses + 1)
         world = World(flow.name, Lowering(plan, spec), scheduler, plan, make, order_seed, num_losses, Path(place), is_recorded=is_recorded)
         try:

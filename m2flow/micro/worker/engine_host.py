@@ -43,7 +43,7 @@ from m2flow.macro.graph import GENERATED, Call, is_of_user
 from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of, window
-from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of
+from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of, worker_of
 from m2flow.micro.records.checkpoints import PartWriter, seal
 from m2flow.micro.worker.function_tasks import Functions, Leave
 from m2flow.micro.worker.out_of_memory import MiniBatches, accounted, peak_bytes
@@ -403,7 +403,10 @@ class EngineHost:
         if inflight is not None:
             if "speaker" in about:
                 bounds: Any = inflight.drawn.options["episodes"]
-                about = {**about, "role": dict(bounds.speakers)[about["speaker"]]}
+                role = dict(bounds.speakers)[about["speaker"]]
+                about = {**about, "role": role}
+                if role in inflight.speakers:
+                    about["worker"] = worker_of(instance_of(packed, inflight.speakers[role]))
             self._sample_spans.part(inflight.call.ordinal, packed, name, start_ns, end_ns, about)
 
     # Speakers in other processes, and turns of others' episodes
