@@ -94,9 +94,11 @@ class RemoteSpeaker:
             self._tell(self._num_asked, request, how)
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
-        """Give up turns; each as it was asked for, without the tokens that it has by now elsewhere."""
-        found = []
-        for packed in ids:
+        """Give up turns; each as it was asked for, without the tokens that it has by now elsewhere. An answer that has come is dropped."""
+        found, gone = [], set(ids)
+        self._made = [one for one in self._made if one.id not in gone]
+        self._refused = [one for one in self._refused if one[0] not in gone]
+        for packed in sorted(gone):
             if packed in self._asked:
                 number, request = self._asked.pop(packed)
                 self._tell(number, request, {})

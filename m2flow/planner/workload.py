@@ -17,7 +17,7 @@ it promises, and for a convex release (a long tail, all samples running from the
 Given lengths are those of the models that the step trains; other models (a judge) are assumed to use all that they are allowed to.
 
 Turns of a speaker that is pinned apart (`m2flow.micro.lowering.placement.is_apart`) are a generation beside the rollout: what needs the
-episodes waits for both. Limit: that one waits for the other between two turns is not counted.
+episodes waits for both. Limit: that one waits for the other between two turns is not counted here; the simulator counts it.
 """
 
 from __future__ import annotations

@@ -392,6 +392,20 @@ def test_an_answer_to_a_turn_that_was_given_up_is_ignored_and_one_that_should_ha
         pair.until(lambda: False)
 
 
+def test_an_answer_that_has_come_when_its_turn_is_given_up_answers_no_later_one(loop):
+    pair, expected = TwoProcesses(loop), expected_of(loop, 0)
+    pair.episodes.begin([beginning(0, duet)])
+    pair.until(lambda: bool(pair.speaker._made))
+    (gone,) = pair.episodes.abort(list(pair.episodes.progress()))
+    assert not pair.speaker.num_unfinished
+    ended: dict[int, Generated] = {}
+    pair.episodes.begin([beginning(0, duet, stopped_row(gone) if gone.num_sampled else None)])
+    while not ended:
+        ended |= pair.turn()
+        assert set(pair.speaker._asked) <= set(pair.here["rival"]._turns)
+    assert same(ended[gone.id], expected)
+
+
 def test_turns_of_a_process_that_is_gone_are_given_up(loop):
     pair = TwoProcesses(loop)
     pair.episodes.begin(beginning(index, duet) for index in range(4))
