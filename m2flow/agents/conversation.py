@@ -37,6 +37,7 @@ import copy
 import json
 import typing
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -385,10 +386,8 @@ class Strand:
         """The conversation that its prompt is from; empty: none."""
         self.by = by
         """Who speaks, of the rollout's `speakers`; empty: the policy."""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.kv_stale: list[bool] = []
+        # Arrays, since all of them are copied whenever the episode is written down.
+        self.tokens, self.logprobs, self.versions, self.kv_stale = array("i"), array("f"), array("i"), array("b")
         self.segments: list[tuple[Segment, int]] = []
         """The first is the prompt."""
         self.turns: list[dict[str, object]] = []
@@ -413,17 +412,17 @@ class Strand:
         self, kind: Segment, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], kv_stale: Sequence[bool]
     ) -> None:
         """Add a segment."""
-        self.tokens += ids
-        self.logprobs += logprobs
-        self.versions += versions
-        self.kv_stale += kv_stale
+        self.tokens.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
+        self.kv_stale.extend(kv_stale)
         self.segments.append((kind, len(ids)))
 
     def with_turn(self, turn: Generated) -> Strand:
         """A copy that also has the tokens so far of a turn that is under way."""
         copy = Strand(self.name, self.prompt_text, self.parent, self.by)
-        copy.tokens, copy.logprobs, copy.versions = list(self.tokens), list(self.logprobs), list(self.versions)
-        copy.kv_stale, copy.segments, copy.turns = list(self.kv_stale), list(self.segments), list(self.turns)
+        copy.tokens, copy.logprobs, copy.versions = self.tokens[:], self.logprobs[:], self.versions[:]
+        copy.kv_stale, copy.segments, copy.turns = self.kv_stale[:], list(self.segments), list(self.turns)
         if len(turn.tokens):
             copy.append_turn(turn, is_over=False)
         return copy

@@ -211,7 +211,7 @@ class Transcript:
             record["row"] = self.row
 
         def joined(name: str, kind: type) -> Any:
-            return np.array([value for strand in strands for value in getattr(strand, name)], kind)
+            return np.concatenate([np.array(getattr(strand, name), kind) for strand in strands])
 
         tokens = joined("tokens", np.int32)
         return Generated(
@@ -258,7 +258,11 @@ class _Recorded:
         of, start, ids = self._strands[self._strand], self._position, asked.ids
         if of.by != asked.by:
             return None
-        if self._at >= len(of.segments) or of.segments[self._at][1] != len(ids) or of.tokens[start : start + len(ids)] != list(ids):
+        if (
+            self._at >= len(of.segments)
+            or of.segments[self._at][1] != len(ids)
+            or of.tokens[start : start + len(ids)].tolist() != list(ids)
+        ):
             return None
         self._at += 1
         self._position += len(ids)
