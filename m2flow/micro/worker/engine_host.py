@@ -20,6 +20,7 @@ samples before its turn ended. `Gauges` records counters:
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,7 +150,8 @@ class InflightSample:
 
 def rows_of(generated: Sequence[Generated], inflight: Sequence[InflightSample]) -> Batch:
     """Make the rows of samples, finished or not."""
-    prompts = Batch.concat([g.prompts.take([g.row]) for g in inflight])
+    alike = [list(of) for _, of in itertools.groupby(inflight, key=lambda sample: id(sample.prompts))]
+    prompts = Batch.concat([of[0].prompts.take([sample.row for sample in of]) for of in alike])
     seeds = {g.id: s.seed for g, s in zip(generated, inflight, strict=True)}
     return call_semantics.responses([g.drawn for g in inflight], generated, prompts, seeds)
 
