@@ -31,8 +31,11 @@ from m2flow.micro.protocol.worker_state import TaskState
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.worker_failure import Recovery
+from m2flow.observe.store import read_spans
 from m2flow.planner.planning import question_of
 from m2flow.recipe import AdamW, Model, Sampling
+from m2flow.runner.probing import measured_run
+from m2flow.runner.run import Run
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, PinSpec, PoolSpec, RunSettings
 from m2flow.testing import world
@@ -502,3 +505,17 @@ def test_the_viewer_shows_what_a_remote_speaker_said(tmp_path):
     page = sample_page(run.run_dir, *map(int, entry.sample.split("/")))
     said = {block.title.partition(" of ")[2]: block.trained for block in page.blocks if block.is_turn}
     assert said == {"main": "trained by policy.update", "verdict, by judge": "trained by nobody"}
+
+
+def test_the_span_of_a_turn_says_whose_engine_played_it_and_where_and_a_profile_knows(tmp_path):
+    spec = apart_on_disk().model_copy(update={"shapes": {"policy": "Qwen2.5-1.5B", "judge": "Qwen2.5-1.5B"}})
+    run = Run(scored, {"num_steps": 1}, spec, RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    turns = [span.attributes for span in read_spans(run.run_dir) if span.name == "turn"]
+    assert len(turns) == 32
+    graph, models, _ = trace(scored, {"num_steps": 1})
+    (judges,) = [worker.name for worker in lower(graph, models, spec).workers if [slot.role for slot in worker.engines] == ["judge"]]
+    assert {(one.get("role", ""), one.get("worker", "")) for one in turns} == {("", ""), ("judge", judges)}
+    episodes = measured_run(run.run_dir, scored, {"num_steps": 1}).episodes.episodes
+    assert len(episodes) == 16
+    assert all([turn.role for turn in one] == ["", "", "judge"] for one in episodes), "before the first turn nobody speaks"
