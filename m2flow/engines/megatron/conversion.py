@@ -3,7 +3,7 @@
     iter_0001000/ --pieces that ranks wrote--> one of Megatron's parameters --`names.split`--> the checkpoint's tensors --> safetensors
 
 Such a checkpoint has the parameters whole, those of all layers or experts in one tensor or each in its own; in Transformer Engine's names
-the norm before a matrix is the matrix's. It is read without Megatron.
+the norm before a matrix is the matrix's. It is read without Megatron. Biases of routers are among its parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from m2flow.engines.megatron.layout import is_latent
-from m2flow.engines.megatron.names import EXPERT, LAYER, places, split
+from m2flow.engines.megatron.names import EXPERT, LAYER, key_of, places, split
 from m2flow.engines.models.model_export import copy_description, loaded_as_saved, put_in_place
 from m2flow.engines.models.model_files import config_in, model_directory
 from m2flow.errors import ModelError
@@ -33,8 +34,12 @@ _SHARD_SIZE = "5GB"
 _FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """Transformer Engine's names of norms that it computes with the matrix after them."""
+_ROTARY = ("linear_q_proj", "linear_q_up_proj", "linear_kv_down_proj")
+"""Matrices of latent attention with rows that are rotated."""
 _NOT_WEIGHTS = re.compile(r"(optimizer|rng_state|rerun_state|opt_param_scheduler)\b.*|.*\._extra_state.*")
 
 
@@ -55,11 +60,6 @@ def convert(checkpoint: Path, like: Model, out: Path, shard_size: str = _SHARD_S
     source = model_directory(like)
     config = config_in(source)
     stored = _Stored(_iteration(checkpoint))
-    if is_latent(config):
-        raise ModelError(
-            f"checkpoints of Megatron with latent attention, which {like.path} has, are not converted",
-            now="Convert it with the tool that its trainer has.",
-        )
     found = {one: (name, place, i) for name, place in places(config).items() for i, one in enumerate(place.names)}
     forms = {one: split(config, place, stored.form(name))[i] for one, (name, place, i) in found.items()}
     if unread := sorted(stored.unread()):
@@ -81,13 +81,30 @@ def convert(checkpoint: Path, like: Model, out: Path, shard_size: str = _SHARD_S
                 merged = stored.read(key)
                 for one in wanted:
                     _, place, i = found[one]
-                    tensors[one] = split(config, place, merged)[i].clone(memory_format=torch.contiguous_format)
+                    part = _in_order(config, key, split(config, place, merged)[i])
+                    tensors[one] = part.clone(memory_format=torch.contiguous_format)
             save_file(tensors, fresh / file_name, {"format": "pt"})
         if cut.is_sharded:
             index = {"metadata": cut.metadata, "weight_map": cut.tensor_to_filename}
             (fresh / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         loaded_as_saved(fresh)
     return out
+
+
+def _in_order(config: Any, name: str, tensor: Tensor) -> Tensor:
+    """A parameter whose rotary rows are in the order of the model of transformers.
+
+    In latent attention Megatron's rotated pairs are always neighbours; the config's `rope_interleave: false` means two halves.
+
+    Source: `_apply_rotary_pos_emb_bshd` of Megatron-core 0.16.1, `multi_latent_attention`.
+    """
+    key = key_of(name)
+    if not is_latent(config) or getattr(config, "rope_interleave", True) or key not in _ROTARY:
+        return tensor
+    rotary = config.qk_rope_head_dim
+    plain = config.kv_lora_rank if key == "linear_kv_down_proj" else config.qk_nope_head_dim
+    of_heads = tensor.unflatten(0, (-1, plain + rotary))
+    return torch.cat((of_heads[:, :plain], of_heads[:, plain::2], of_heads[:, plain + 1 :: 2]), 1).flatten(0, 1)
 
 
 def _iteration(directory: Path) -> Path:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatrons_latent
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, Stepp
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch_file
 from sent_weights import check_what_ranks_send_arrives_exactly
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
@@ -866,6 +867,73 @@ def test_what_megatron_saved_itself_is_converted_bit_by_bit(
     assert apart(found, expected) == 0
     with started(EmbeddedTrain(replace(model, path=str(tmp_path / "converted"), init="pretrained"), EngineSettings())) as engine:
         assert apart(copied(engine), expected) == 0
+
+
+def with_changes(model: Model, changes: Mapping[str, Any]) -> Model:
+    """A model with other values in its config.json."""
+    file = Path(model.path, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return model
+
+
+def converted_from_megatrons_own(
+    name: str, layout: dict[str, int], changes: Mapping[str, Any], folder: Path
+) -> tuple[float, dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """How far logits in transformers are from Megatron's, as a part of the largest; the converted tensors; and what each rank had."""
+    model = with_changes(small(name, folder / "model"), changes)
+    tokens = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    expected, saved = megatrons_latent.written(folder / "own", model.path, layout, tokens)
+    convert(saved, model, folder / "converted", shard_size="40KB")
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(folder / "converted", attn_implementation="eager").eval()(tokens).logits
+    tensors = {key: one for file in (folder / "converted").glob("*.safetensors") for key, one in load_torch_file(file).items()}
+    ranks = [load_torch_file(file) for file in sorted((folder / "own").glob("rank-*.safetensors"))]
+    return float((found - expected).abs().max() / expected.abs().max()), tensors, ranks
+
+
+@pytest.mark.skipif(RANKS != 1, reason="it starts ranks of its own")
+@pytest.mark.parametrize(
+    ("name", "layout", "changes"),
+    [
+        ("deepseek_v2_groups", {"pp": 2}, {"first_k_dense_replace": 0}),  # Its layers are alike: the checkpoint has them in one tensor.
+        ("deepseek_v2", {"tp": 2}, {}),
+        ("deepseek_v3_halves", {}, {}),
+    ],
+    ids=str,
+)
+def test_logits_are_megatrons_own_after_a_conversion_with_latent_attention(
+    name: str, layout: dict[str, int], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    difference, _, _ = converted_from_megatrons_own(name, layout, changes, tmp_path)
+    assert difference < 1e-5
+
+
+@pytest.mark.skipif(RANKS != 1, reason="it starts ranks of its own")
+def test_what_megatrons_own_latent_attention_saved_is_converted_bit_by_bit(tmp_path: Path) -> None:
+    """Of the second stage, whose first layer is the third one, and whose second tensor rank has the other half of the experts."""
+    layout = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
+    # As many experts a token that Megatron, too, takes the best two of a group.
+    difference, tensors, ranks = converted_from_megatrons_own("deepseek_v3", layout, {"num_experts_per_tok": 4}, tmp_path)
+    assert difference < 1e-5
+    one, other = ({key.removeprefix("decoder.layers.0."): value for key, value in rank.items()} for rank in ranks[2:])
+    found = {key.removeprefix("model.layers.2."): value for key, value in tensors.items()}
+    for name, own, dim in (
+        ("self_attn.q_a_proj.weight", "self_attention.linear_q_down_proj.weight", 0),
+        ("self_attn.q_b_proj.weight", "self_attention.linear_q_up_proj.weight", 0),
+        ("self_attn.kv_a_proj_with_mqa.weight", "self_attention.linear_kv_down_proj.weight", 0),
+        ("self_attn.kv_b_proj.weight", "self_attention.linear_kv_up_proj.weight", 0),
+        ("self_attn.o_proj.weight", "self_attention.linear_proj.weight", 1),
+        ("mlp.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight", 1),
+    ):
+        assert torch.equal(found[name], torch.cat((one[own], other[own]), dim)), name
+    for name, own, rank in (
+        ("self_attn.q_a_layernorm.weight", "self_attention.q_layernorm.weight", one),
+        ("self_attn.kv_a_layernorm.weight", "self_attention.kv_layernorm.weight", other),
+        ("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias", one),
+        ("mlp.experts.1.down_proj.weight", "mlp.experts.local_experts.1.linear_fc2.weight", one),
+        ("mlp.experts.5.down_proj.weight", "mlp.experts.local_experts.1.linear_fc2.weight", other),
+    ):
+        assert torch.equal(found[name], rank[own]), name
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
