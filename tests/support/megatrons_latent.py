@@ -7,6 +7,7 @@ checkpoint, `DIRECTORY/saved`. `DIRECTORY/rank-RANK.safetensors` has what a rank
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import subprocess
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
+
+_HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def written(directory: Path, model: str, layout: dict[str, int], tokens: Tensor) -> tuple[Tensor, Path]:
@@ -85,6 +88,7 @@ def _config(hf: Any, layout: dict[str, int]) -> Any:
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
         moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=_HAS_ENGINE,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.get("tp", 1),
@@ -118,15 +122,18 @@ class _Causal(torch.nn.Module):  # type: ignore[misc]
 
 
 def _with_parts(spec: Any) -> None:
-    """Put in what Megatron's local specification lacks: attention, and norms that rows may be split before."""
+    """Put in an attention and, where the stand-in for Transformer Engine is not on the path, norms that rows may be split before."""
     from m2flow.engines.megatron.layers import RowNorm
 
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = _Causal
+    if _HAS_ENGINE:
+        return
     spec.layer_norm = RowNorm
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RowNorm
         own = layer.submodules.self_attention.submodules
         own.q_layernorm = own.kv_layernorm = RowNorm
-        own.core_attention = _Causal
 
 
 def _built(hf: Any, layout: dict[str, int]) -> Any:
@@ -135,9 +142,9 @@ def _built(hf: Any, layout: dict[str, int]) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import multi_latent_attention
 
-    vars(multi_latent_attention)["HAVE_TE"] = False  # It believes so where the package is not installed.
+    vars(multi_latent_attention)["HAVE_TE"] = _HAS_ENGINE  # It believes so where the package is not installed, too.
     config = _config(hf, layout)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=_HAS_ENGINE, normalization="RMSNorm")
     _with_parts(spec)
     model = GPTModel(
         config,

@@ -92,6 +92,20 @@ class RowNorm(torch.nn.Module):  # type: ignore[misc]
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+@dataclass(frozen=True)
+class Modules:
+    """What layers are made of: Transformer Engine's modules, or Megatron's own with our norms."""
+
+    norm: Any
+    """Made of a `TransformerConfig`, a width and an epsilon."""
+    column: Any
+    """A matrix whose columns tensor ranks split."""
+    row: Any
+    """A matrix whose rows they split."""
+    has_grouped_experts: bool = False
+    """A layer's experts of a rank are one module, which multiplies all of their matrices at once."""
+
+
 class PackedCoreAttention(torch.nn.Module):  # type: ignore[misc]
     """The packed attention in the place of Megatron's core attention: [R / cp, 1, H, D] to [R / cp, 1, H D]."""
 
@@ -178,31 +192,32 @@ class LatentAttention(torch.nn.Module):  # type: ignore[misc]
     """In the place of Megatron's self-attention: [R / tp, 1, H] to the same.
 
     Args:
-        parallel: Megatron's `tensor_parallel`.
+        parallel: Megatron's `tensor_parallel`. modules: what norms and matrices up are.
     """
 
-    def __init__(self, config: Any, latent: Latent, parallel: Any, pg_collection: Any, **_: Any) -> None:
+    def __init__(self, config: Any, latent: Latent, parallel: Any, modules: Modules, pg_collection: Any, **_: Any) -> None:
         super().__init__()
         self._latent, self._parallel = latent, parallel
         self._splits_rows = config.sequence_parallel
         self._is_recomputed = config.recompute_granularity == "selective"
         how = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": True, "tp_group": pg_collection.tp}
+        how["is_expert"] = False
 
         def up(num_in: int, of_head: int) -> Any:
-            return parallel.ColumnParallelLinear(num_in, config.num_attention_heads * of_head, gather_output=False, **how)
+            return modules.column(num_in, config.num_attention_heads * of_head, gather_output=False, **how)
 
         width = config.hidden_size
         if latent.query_rank is None:
             self.linear_q_proj = up(width, latent.plain + latent.rotary)
         else:
             self.linear_q_down_proj = Down(config, width, latent.query_rank)
-            self.q_layernorm = RowNorm(config, latent.query_rank, latent.eps)
+            self.q_layernorm = modules.norm(config, latent.query_rank, latent.eps)
             self.linear_q_up_proj = up(latent.query_rank, latent.plain + latent.rotary)
         self.linear_kv_down_proj = Down(config, width, latent.rank + latent.rotary)
-        self.kv_layernorm = RowNorm(config, latent.rank, latent.eps)
+        self.kv_layernorm = modules.norm(config, latent.rank, latent.eps)
         self.linear_kv_up_proj = up(latent.rank, latent.plain + latent.value)
         self.core_attention = PackedCoreAttention(config, softmax_scale=latent.scale, pg_collection=pg_collection)
-        self.linear_proj = parallel.RowParallelLinear(config.num_attention_heads * latent.value, width, input_is_parallel=True, **how)
+        self.linear_proj = modules.row(config.num_attention_heads * latent.value, width, input_is_parallel=True, **how)
 
     def forward(
         self, hidden: Tensor, attention_mask: Any = None, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **_: Any

@@ -33,6 +33,7 @@ _ROPES = ("default", "linear", "llama3")
 _OF_THE_PASSES = ("logprob_tokens", "share_prompts", "fp32_head", "head_logits")
 """Options that the embedded trainer reads by itself."""
 _RECOMPUTED = ("", "selective", "full")
+_IMPLS = ("auto", "local", "transformer_engine")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class Options:
     """Moments and float32 weights are kept in the host's memory and stepped there, 16 bytes a weight with the gradients that come to it."""
     recompute: str = ""
     """`selective`: the attention is computed again in the backward pass. `full`: all of each layer."""
+    transformer_impl: str = "auto"
+    """`transformer_engine`: matrices, norms and grouped experts of layers are modules of that package. `local`: Megatron's own. `auto`: of
+    the package, if Megatron finds it and the device is a GPU."""
     spread_checkpoints: bool = False
     """Every rank writes its part of a checkpoint, as of the train engine `fsdp`: nothing is gathered on the first. Of such a checkpoint, by
     whichever trainer, a rank reads what it holds."""
@@ -127,6 +131,8 @@ def read(given: Mapping[str, object]) -> Options:
         raise EngineError(f"the train engine 'megatron' has no ZeRO stage {options.zero}", now="Write zero: 0 or 1.")
     if options.recompute not in _RECOMPUTED:
         raise EngineError(f"recompute is {options.recompute!r}", now="Write selective or full, or leave it out.")
+    if options.transformer_impl not in _IMPLS:
+        raise EngineError(f"transformer_impl is {options.transformer_impl!r}", now=f"Write {', '.join(_IMPLS[:-1])} or {_IMPLS[-1]}.")
     if options.vpp > 1 and (options.pp == 1 or options.num_passes % options.pp):
         what = "there is one stage" if options.pp == 1 else f"{options.num_passes} micro-batches are no multiple of {options.pp} stages"
         raise EngineError(f"vpp is {options.vpp}, and {what}", now="Leave vpp out, or give pp and a multiple of it as micro_batches.")

@@ -4,7 +4,9 @@
     micro-batches --run: 1F1B, interleaved or one after the other--> forward, and backward
 
 All that imports the library is here. Layers are its local specification: column and row parallel matrices, router and experts are
-Megatron's, norms and attention those of `m2flow.engines.megatron.layers`, which need neither Transformer Engine nor Apex.
+Megatron's, norms and attention those of `m2flow.engines.megatron.layers`, which need neither Transformer Engine nor Apex. With Transformer
+Engine (`modules`) matrices, norms and grouped experts are its; attention, positions and routing stay ours. Norms stand before their
+matrices and not in them, so that weights have the same names, and adapters see what the matrix does.
 
 Where release 0.16.1 deviates from what one expects (`tests/engines/megatron/test_megatron.py` tests each):
 
@@ -41,6 +43,7 @@ from m2flow.engines.megatron.layers import (
     Latent,
     LatentAttention,
     Limit,
+    Modules,
     PackedCoreAttention,
     PositionedRotary,
     Routing,
@@ -68,6 +71,7 @@ def core() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of libraries that it would use if they were there.
             import megatron.core.distributed
+            import megatron.core.extensions.transformer_engine
             import megatron.core.models.gpt.gpt_layer_specs
             import megatron.core.parallel_state
             import megatron.core.pipeline_parallel
@@ -87,6 +91,23 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")
         yield
+
+
+def modules(impl: str, device: str) -> Modules:
+    """What layers are made of on a device, by the option `transformer_impl`.
+
+    Raises:
+        MissingExtra: Transformer Engine is asked for, and Megatron does not find it.
+    """
+    engine, parallel = core().extensions.transformer_engine, core().tensor_parallel
+    if impl == "local" or (impl == "auto" and not (engine.HAVE_TE and torch.device(device).type == "cuda")):
+        return Modules(RowNorm, parallel.ColumnParallelLinear, parallel.RowParallelLinear)
+    if not engine.HAVE_TE:
+        raise MissingExtra(
+            "transformer_impl of the train engine 'megatron' is transformer_engine, and that package can't be loaded",
+            now="pip install 'transformer-engine[pytorch]', which needs a GPU, or write transformer_impl: auto.",
+        )
+    return Modules(engine.TENorm, engine.TEColumnParallelLinear, engine.TERowParallelLinear, has_grouped_experts=True)
 
 
 _SEED = 1
@@ -248,29 +269,33 @@ def _sends(is_interleaved: bool) -> dict[str, bool]:
     return {"overlap_p2p_comm": is_interleaved, "batch_p2p_comm": not is_interleaved}
 
 
-def _layers(config: Any, vp_stage: int | None, num_dense: int, latent: Latent | None) -> Any:
+def _layers(config: Any, vp_stage: int | None, num_dense: int, latent: Latent | None, made_of: Modules) -> Any:
     """The specification of this rank's layers in a part of the model, the first of which have no experts."""
     block = core().transformer.transformer_block
     count = block.get_num_layers_to_build(config, vp_stage=vp_stage)
     first = core().transformer.transformer_layer.get_transformer_layer_offset(config, vp_stage=vp_stage)
-    dense, other = (_layer(config, experts, latent) for experts in (None, config.num_moe_experts))
+    dense, other = (_layer(config, experts, latent, made_of) for experts in (None, config.num_moe_experts))
     specs = [dense if number < num_dense else other for number in range(first, first + count)]
-    return block.TransformerBlockSubmodules(layer_specs=specs, layer_norm=RowNorm)
+    return block.TransformerBlockSubmodules(layer_specs=specs, layer_norm=made_of.norm)
 
 
-def _layer(config: Any, num_experts: int | None, latent: Latent | None) -> Any:
+def _layer(config: Any, num_experts: int | None, latent: Latent | None, made_of: Modules) -> Any:
     specs = core().models.gpt.gpt_layer_specs
     spec = specs.get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RowNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = made_of.norm
+    if num_experts and made_of.has_grouped_experts:
+        layer.mlp = specs.get_mlp_module_spec(use_te=True, num_experts=num_experts, moe_grouped_gemm=True)
+    elif not num_experts:
+        layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = made_of.column, made_of.row
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCoreAttention
+    attention.linear_qkv, attention.linear_proj = made_of.column, made_of.row
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RowNorm
+        attention.q_layernorm = attention.k_layernorm = made_of.norm
     if latent is not None:
-        layer.self_attention = core().transformer.spec_utils.ModuleSpec(
-            LatentAttention, params={"latent": latent, "parallel": core().tensor_parallel}
-        )
+        how = {"latent": latent, "parallel": core().tensor_parallel, "modules": made_of}
+        layer.self_attention = core().transformer.spec_utils.ModuleSpec(LatentAttention, params=how)
     return spec
 
 
@@ -343,7 +368,8 @@ class Built:
     def _build(self, config: Any, dtype: torch.dtype, device: str, frequencies: Tensor) -> None:
         options = self.options
         self.config = transformer_config(config, options, dtype)
-        parts = [self._part(config, vp if options.vpp > 1 else None, frequencies) for vp in range(options.vpp)]
+        made_of = modules(options.transformer_impl, device)
+        parts = [self._part(config, vp if options.vpp > 1 else None, frequencies, made_of) for vp in range(options.vpp)]
         for part in parts:
             self._adapt(part)
             part.to(device)
@@ -364,11 +390,11 @@ class Built:
             return
         for parameter in part.parameters():
             parameter.requires_grad_(False)
-        modules = dict(part.named_modules())
+        of_part = dict(part.named_modules())
         for name, parameter in self._named(part).items():
             own = {one: scales[one] for one in places[name].names if one in scales}
             if own:
-                matrix = next(module for module in modules.values() if getattr(module, "weight", None) is parameter)
+                matrix = next(module for module in of_part.values() if getattr(module, "weight", None) is parameter)
                 mappings = core().tensor_parallel.mappings
                 put_on(matrix, Adapters(self.config, places[name], rank, own, parameter, self.options.tp, self.switch, mappings))
         if part.pre_process and self.options.recompute:
@@ -384,14 +410,14 @@ class Built:
                 if dispatcher is not None:
                     vars(dispatcher).update({name: None for name, value in vars(dispatcher).items() if isinstance(value, Tensor)})
 
-    def _part(self, config: Any, vp_stage: int | None, frequencies: Tensor) -> Any:
+    def _part(self, config: Any, vp_stage: int | None, frequencies: Tensor, made_of: Modules) -> Any:
         def is_end(ask: Callable[..., bool]) -> bool:
             return bool(ask(ignore_virtual=False, vp_stage=vp_stage))
 
         tp = self.options.tp
         part = core().models.gpt.GPTModel(
             config=self.config,
-            transformer_layer_spec=_layers(self.config, vp_stage, num_dense(config), self._latent),
+            transformer_layer_spec=_layers(self.config, vp_stage, num_dense(config), self._latent, made_of),
             vocab_size=-(-config.vocab_size // tp) * tp,
             max_sequence_length=config.max_position_embeddings,
             pre_process=is_end(core().parallel_state.is_pipeline_first_stage),

@@ -342,6 +342,8 @@ class Weights:
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+"""An expert's matrix in Transformer Engine's module of all experts."""
 
 
 def layer_of(name: str) -> int:
@@ -357,11 +359,13 @@ def numbered(name: str, first_layer: int, first_expert: int) -> str:
 
     >>> numbered("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 4, 2)
     'decoder.layers.4.mlp.experts.local_experts.3.linear_fc2.weight'
+    >>> numbered("decoder.layers.0.mlp.experts.linear_fc2.weight1", 4, 2)
+    'decoder.layers.4.mlp.experts.local_experts.3.linear_fc2.weight'
     """
     found = LAYER.fullmatch(name)
     if found is None:
         return name
-    rest = found[2]
+    rest = _GROUPED.sub(r"mlp.experts.local_experts.\2.\1.weight", found[2])
     if expert := EXPERT.fullmatch(rest):
         rest = f"mlp.experts.local_experts.{int(expert[1]) + first_expert}.{expert[2]}"
     return f"decoder.layers.{int(found[1]) + first_layer}.{rest}"

@@ -36,13 +36,15 @@ from m2flow.engines.megatron.conversion import convert
 from m2flow.engines.models import trainer_checkpoint
 from m2flow.engines.models.hf_model import load_model
 from m2flow.engines.models.model_export import export_model
-from m2flow.errors import EngineError, M2FlowError, ModelError
+from m2flow.errors import EngineError, M2FlowError, MissingExtra, ModelError
 from m2flow.recipe import AdamW, Balance, Dtype, Lora, Loss, Model, Routing
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts, expanded_experts, make_ids
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import DISTILL, LINEAR, PPO, VALUE, copied, in_memory, samples, started
 
 RANKS = int(os.environ["M2FLOW_TEST_RANKS"])
+IMPL = os.environ.get("M2FLOW_TEST_IMPL", "auto")
+"""What layers are made of, where a test does not say: `transformer_engine`, where a stand-in for that package is on the path."""
 VOCABULARY = 32
 STEP = AdamW(lr=1e-3, eps=1e-3)
 
@@ -91,7 +93,7 @@ def followers() -> Iterator[Followers]:
 
 
 def spread(model: Model, layout: Layout, followers: Followers, kind: Any = MegatronOnCpu, **settings: Any) -> TrainEngine:
-    return Mirrored(kind, model, EngineSettings(options=layout, **settings), followers)
+    return Mirrored(kind, model, EngineSettings(options={"transformer_impl": IMPL, **layout}, **settings), followers)
 
 
 def batch_of(model: Model) -> Batch:
@@ -168,6 +170,25 @@ def test_numbers_are_those_of_the_embedded_trainer(name: str, layout: Layout, fo
     with started(spread(model, layout, followers)) as engine:
         train(engine, batch)
         assert apart(copied(engine), once) == 0, "the same layout gives the same bits"
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_layers_are_made_of_what_the_option_says(name: str, followers: Followers, tmp_path: Path) -> None:
+    """`auto` on a CPU is `local`, be the package there or not."""
+    model, has_engine = small(name, tmp_path / "model"), IMPL == "transformer_engine"
+    for impl in ("auto", "local", *(["transformer_engine"] if has_engine else [])):
+        with started(spread(model, {"tp": 2, "ep": 2, "etp": 1, "transformer_impl": impl}, followers)) as engine:
+            assert isinstance(engine, Mirrored)
+            found = {type(one).__name__ for chunk in engine._own._built.chunks for one in chunk.module.decoder.modules()}
+        fused, local = {"RMSNorm", "TEColumnParallelLinear", "TERowParallelLinear", "TEGroupedMLP"}, {"RowNorm", "ColumnParallelLinear"}
+        is_fused = impl == "transformer_engine"
+        assert found >= (fused if is_fused else local)
+        assert not found & (local if is_fused else fused)
+        assert "PackedCoreAttention" in found
+    if not has_engine:
+        with pytest.raises(MissingExtra, match=r"transformer_impl .* is transformer_engine, and that package can't be loaded"):
+            spread(model, {"transformer_impl": "transformer_engine"}, followers).start()
 
 
 def of_tokens(batch: Batch) -> Batch:
@@ -934,6 +955,22 @@ def test_what_megatrons_own_latent_attention_saved_is_converted_bit_by_bit(tmp_p
         ("mlp.experts.5.down_proj.weight", "mlp.experts.local_experts.1.linear_fc2.weight", other),
     ):
         assert torch.equal(found[name], rank[own]), name
+
+
+@pytest.mark.skipif(RANKS != 2 or IMPL != "transformer_engine", reason="with Transformer Engine's stand-in, once")
+@pytest.mark.parametrize(
+    ("name", "layout", "changes"),
+    [("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {"num_experts_per_tok": 4}), ("deepseek_v2", {"pp": 2}, {})],
+    ids=str,
+)
+def test_logits_are_megatrons_own_after_a_conversion_from_transformer_engines_names(
+    name: str, layout: dict[str, int], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    difference, _, ranks = converted_from_megatrons_own(name, layout, changes, tmp_path)
+    names = {key for rank in ranks for key in rank}
+    assert {f"decoder.layers.0.self_attention.linear_kv_up_proj.{one}" for one in ("weight", "layer_norm_weight")} < names
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight1" in names
+    assert difference < 1e-5
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
