@@ -107,7 +107,9 @@ def modules(impl: str, device: str) -> Modules:
             "transformer_impl of the train engine 'megatron' is transformer_engine, and that package can't be loaded",
             now="pip install 'transformer-engine[pytorch]', which needs a GPU, or write transformer_impl: auto.",
         )
-    return Modules(engine.TENorm, engine.TEColumnParallelLinear, engine.TERowParallelLinear, has_grouped_experts=True)
+    # Releases before 1.9 have no grouped matrices: Megatron's experts are then those of its local specification.
+    has_grouped = engine.TEColumnParallelGroupedLinear is not None
+    return Modules(engine.TENorm, engine.TEColumnParallelLinear, engine.TERowParallelLinear, has_grouped)
 
 
 _SEED = 1

@@ -40,10 +40,14 @@ PYTHON = os.environ.get("M2FLOW_MEGATRON_PYTHON", str(ROOT / ".venv-megatron" / 
 NEEDS_MEGATRON = pytest.mark.skipif(not Path(PYTHON).exists(), reason="megatron: needs .venv-megatron: make megatron-cpu")
 
 
-def inside(file: str, num_ranks: int, layout: dict[str, object] | None = None) -> None:
-    """Run a file of tests where the CPU passes for a GPU."""
-    given = {"M2FLOW_TEST_RANKS": str(num_ranks), "M2FLOW_TEST_LAYOUT": json.dumps(layout or {}), "OMP_NUM_THREADS": "1"}
-    arguments = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
+STAND_INS = ROOT / "tests" / "support" / "stand_ins"
+"""Has a `transformer_engine` in plain torch."""
+
+
+def inside(file: str, num_ranks: int, layout: dict[str, object] | None = None, only: str = "", **changes: str) -> None:
+    """Run a file of tests, or of these `only` some, where the CPU passes for a GPU, with changes of the environment."""
+    given = {"M2FLOW_TEST_RANKS": str(num_ranks), "M2FLOW_TEST_LAYOUT": json.dumps(layout or {}), "OMP_NUM_THREADS": "1", **changes}
+    arguments = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", only, str(Path(__file__).parent / file)]
     done = subprocess.run(
         [PYTHON, *arguments], cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )
@@ -72,6 +76,15 @@ def test_the_conformance_suite(num_ranks: int, layout: dict[str, object]) -> Non
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_numbers_of_every_layout_are_those_of_the_embedded_trainer(num_ranks: int) -> None:
     inside("layouts.py", num_ranks)
+
+
+@NEEDS_MEGATRON
+@pytest.mark.slow
+def test_numbers_with_transformer_engines_modules_are_those_of_the_embedded_trainer() -> None:
+    """A stand-in for the package, which needs a GPU: names, shapes, marks and what ranks send are the package's, kernels are not."""
+    path = os.pathsep.join(filter(None, (str(STAND_INS), os.environ.get("PYTHONPATH", ""))))
+    only = "test_numbers or made_of or test_experts_are_replayed or gradients_of_adapters or states_move or engines_names"
+    inside("layouts.py", 2, only=only, M2FLOW_TEST_IMPL="transformer_engine", PYTHONPATH=path)
 
 
 @NEEDS_MEGATRON
@@ -170,6 +183,7 @@ def test_what_megatron_can_t_compute_is_refused_by_name(config: Any, options: di
         ({"vpp": 2}, "there is one stage"),
         ({"pp": 2, "vpp": 2, "micro_batches": 3}, "3 micro-batches are no multiple of 2 stages"),
         ({"recompute": "some"}, "recompute is 'some'"),
+        ({"transformer_impl": "te"}, r"transformer_impl is 'te'(.|\n)*Write auto, local or transformer_engine"),
         ({"offload_optimizer": "nvme"}, "offload_optimizer of the train engine 'megatron' is 'nvme', not a bool"),
     ],
 )

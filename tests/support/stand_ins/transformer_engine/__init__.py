@@ -250,6 +250,10 @@ class DotProductAttention(_Module):
     pass
 
 
+class LayerNormMLP(_Module):
+    """What PEFT looks for."""
+
+
 class _DelayedScaling:
     pass
 
@@ -281,7 +285,7 @@ _module("common")
 _module("common.recipe", DelayedScaling=_DelayedScaling)
 _module(
     "pytorch",
-    **{one.__name__: one for one in (RMSNorm, LayerNorm, Linear, LayerNormLinear, GroupedLinear, DotProductAttention)},
+    **{one.__name__: one for one in (RMSNorm, LayerNorm, Linear, LayerNormLinear, GroupedLinear, DotProductAttention, LayerNormMLP)},
 )
 _module("pytorch.distributed", CudaRNGStatesTracker=_CudaRNGStatesTracker, activation_recompute_forward=contextlib.nullcontext)
 _module("pytorch.fp8", FP8GlobalStateManager=_FP8GlobalStateManager, fp8_autocast=contextlib.nullcontext)
