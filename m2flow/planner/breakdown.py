@@ -6,6 +6,15 @@
 
 By the formulas of `workload`, each time of a part is a sum of times of its own parts (`_way`). All numbers in words are those of the plans
 and of the bounds; the text only names the largest.
+
+`with_early_onload`: the share p of ended samples at which a trainer may be onloaded beside a co-located rollout,
+
+    at share p: weights + activations + cache of the remaining samples + what the trainer keeps <= 0.95 memory
+
+counting each remaining sample as long as the longest, and each instance with its part of them, rounded up. So the onload costs no time of
+the step if the rest of the rollout takes that long; the search itself does not count on it. Limits: for a lease of one rollout engine
+with several instances and one trainer, with no lent devices, and engines that can shrink their KV cache meanwhile. A single instance on
+the trainer's own devices shares its process, which does one thing at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +25,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
+from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import HeldPart
 from m2flow.micro.protocol.plan import Bound, CallWork, Placement, TimeTerm
 from m2flow.planner.dynamic_program import LENT, Limits
-from m2flow.planner.plan_tree import Leaf, Node, Pair, leaf_names, leaves_of, with_early_onload
+from m2flow.planner.plan_tree import Leaf, Node, Pair, leaf_names, leaves_of
 from m2flow.planner.problem import (
     Problem,
     call_times,
@@ -432,6 +443,50 @@ def _seconds(parts: Iterable[TimeTerm]) -> dict[str, float]:
 
 
 # ---- trainers
+
+_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
+"""Candidate shares of ended samples for an early onload."""
+_FULL = 0.95
+"""The share of a device's memory that may be in use during an early onload."""
+
+
+def with_early_onload(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Set on trainers' placements the share of ended samples at which they are onloaded."""
+    if not can_shrink_kv_cache(problem.spec.rollout.engine):
+        return placements
+    found = []
+    for placement in placements:
+        others = [other for other in placements if other.lease == placement.lease and other is not placement]
+        if (
+            placement.lease
+            and placement.engine.kind == "train"
+            and placement.is_swapped
+            and [other.engine.kind for other in others] == ["rollout"]
+        ):
+            (rollout,) = others
+            has_one_process = rollout.layout.dp == 1 and rollout.devices == placement.devices
+            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, placement, problem.spec):
+                placement = msgspec.structs.replace(placement, onload_at=_share(problem, rollout, placement))
+        found.append(placement)
+    return tuple(found)
+
+
+def _share(problem: Problem, rollout: Placement, trainer: Placement) -> float:
+    """The least share of ended samples at which the trainer fits; 0 if it does not before the end."""
+    generations = [call for call in problem.workload.calls if call.work == "generate" and call.engine == rollout.engine]
+    room = _FULL * problem.costs.device_bytes(rollout.pool) - trainer.footprint.kept_bytes
+    room -= rollout.footprint.kept_bytes + rollout.footprint.activations
+    cost = problem.costs.decode(rollout.engine, rollout.pool, rollout.layout)
+    shares = []
+    for call in generations:
+        draws = problem.batches[call.name].draws
+        longest = max(float(draw.responses.max(initial=1)) + float(draw.prompts.max(initial=0)) for draw in draws)
+        mean = max(sum(float(draw.responses.mean() + draw.prompts.mean()) for draw in draws) / len(draws), 1.0)
+        sample_bytes = rollout.footprint.kv / max(cost.max_running, 1) * longest / mean
+        num = max(draw.responses.size for draw in draws)
+        fits = [p for p in _SHARES if math.ceil(num * (1 - p) / rollout.layout.dp) * sample_bytes <= room]
+        shares.append(fits[0] if fits else 0.0)
+    return 0.0 if not shares or 0.0 in shares else max(shares)
 
 
 def settled(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:

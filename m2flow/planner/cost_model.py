@@ -624,8 +624,22 @@ class ModelledCosts(Costs):
 
     def layouts_like(self, engine: EngineId, pool: str, num_devices: int, like: Layout) -> Sequence[Layout]:
         # Of the other layouts nothing is computed: there are many times as many.
-        found = self._layouts(engine, pool, num_devices, like)
-        return [layout for layout in found if layout.has_replicas_of(like)]
+        size, found = like.num_replica_devices, self._pools[pool]
+        most = self._offers[engine.kind].dp if engine.kind == "train" else None
+        has_one_way = found.device.shares_host_memory or self.shape(engine).num_experts or like.ep > 1 or like.tp > found.per_node
+        if has_one_way or num_devices % size or not size <= num_devices <= found.num_devices or (most and num_devices > most * size):
+            listed = self._layouts(engine, pool, num_devices, like)
+            return [layout for layout in listed if layout.has_replicas_of(like)]
+        dp = num_devices // size
+        alike = self._accepted_like(engine, found.per_node, Layout(like.tp, like.pp, like.sp, min(dp, 2)))
+        layouts = [Layout(one.tp, one.pp, one.sp, dp, one.ep, one.zero, one.offload) for one in alike]
+        return layouts if engine.kind == "rollout" else self._with_recomputed(engine, pool, layouts)
+
+    @_memoised
+    def _accepted_like(self, engine: EngineId, per_node: int, like: Layout) -> Sequence[Layout]:
+        """The layouts of a dense model on the devices of another, with its replicas: with more replicas they are the same."""
+        legal = legal_layouts(self.shape(engine), self._offers[engine.kind], engine.kind, like.num_devices, per_node, like)
+        return [layout for layout in self._accepted(engine, legal) if layout.has_replicas_of(like)]
 
     def _layouts(self, engine: EngineId, pool: str, num_devices: int, like: Layout | None) -> Sequence[Layout]:
         """`layouts`; of those that have not the replicas of `like`, if it is given, as many as it takes no time to list."""
@@ -635,14 +649,19 @@ class ModelledCosts(Costs):
         if found.device.shares_host_memory:
             return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
         offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
-        legal = legal_layouts(shape, offers, engine.kind, num_devices, per_node, like)
+        legal = self._accepted(engine, legal_layouts(shape, offers, engine.kind, num_devices, per_node, like))
         if engine.kind == "rollout":
             return (*legal, *self._over_nodes(engine, num_devices, per_node))
-        options = self._spec.train.options
+        return tuple(self._with_recomputed(engine, pool, legal))
+
+    def _accepted(self, engine: EngineId, layouts: Sequence[Layout]) -> Sequence[Layout]:
+        """Those of some legal layouts that a trainer and its options accept; all of a rollout engine's."""
+        if engine.kind == "rollout":
+            return layouts
+        offers, shape, options = self._offers["train"], self.shape(engine), self._spec.train.options
         if told := self._told_passes(engine):
             options = {**options, "micro_batches": told}
-        accepted = [layout for layout in legal if _is_as_told(layout, offers, options) and is_accepted(shape, layout, offers, options)]
-        return tuple(self._with_recomputed(engine, pool, accepted))
+        return [layout for layout in layouts if _is_as_told(layout, offers, options) and is_accepted(shape, layout, offers, options)]
 
     @_memoised
     def _pin(self, engine: EngineId) -> PinSpec:
@@ -724,13 +743,18 @@ class ModelledCosts(Costs):
 
         return min(counts, key=cost)
 
+    @_memoised
     def _told_passes(self, engine: EngineId) -> int:
         """The number of parts that the spec's options or pin say; 0: neither."""
         given = self._spec.train.options.get("micro_batches") or self._pin(engine).layout.micro_batches
         return int(str(given)) if is_count(given) else 0
 
     def _passes(self, layout: Layout, count: int, longest: float = 0.0) -> Passes:
-        return passes_of(layout, count, self._spec.train.options, recomputes=self._recomputes or layout.recompute, longest=longest)
+        return self._passes_of(layout.pp, count, self._recomputes or layout.recompute, longest)
+
+    @_memoised
+    def _passes_of(self, pp: int, count: int, recomputes: bool, longest: float) -> Passes:
+        return passes_of(Layout(pp=pp), count, self._spec.train.options, recomputes=recomputes, longest=longest)
 
     def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return self._train_in(engine, pool, layout, self._micro_batches(engine, pool, layout))

@@ -8,17 +8,7 @@ Every node is priced again by the formulas of `problem`, one plan instead of tho
 Parts of a split are placed next to each other, in either order; parts that take turns are placed on the same devices. An engine has one
 place in all of its calls, and a pinned one that of its pin: orders are tried until all of this holds.
 
-Derived from a plan:
-
-- `with_early_onload`: the share p of ended samples at which a trainer may be onloaded beside a co-located rollout,
-
-      at share p: weights + activations + cache of the remaining samples + what the trainer keeps <= 0.95 memory
-
-  counting each remaining sample as long as the longest, and each instance with its part of them, rounded up. So the onload costs no time of
-  the step if the rest of the rollout takes that long; the search itself does not count on it. Limits: for a lease of one rollout engine
-  with several instances and one trainer, with no lent devices, and engines that can shrink their KV cache meanwhile. A single instance on
-  the trainer's own devices shares its process, which does one thing at a time.
-- `Climb`: better plans of the same structure.
+`Climb` finds better plans of the same structure.
 """
 
 from __future__ import annotations
@@ -29,11 +19,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from m2flow.micro.lowering.capabilities import can_shrink_kv_cache
-from m2flow.micro.lowering.placement import share_a_process
 from m2flow.micro.protocol.cost_terms import EngineId
 from m2flow.micro.protocol.plan import Mode, Placement
 from m2flow.planner.dynamic_program import HOST, KEPT, LENT, MOST, NUM_HOWS, SPLIT, TURNS, Memory, Own, Tables, lent_times
@@ -494,53 +482,6 @@ def mode_of(placements: Sequence[Placement]) -> Mode:
     return "hybrid" if num_shared else "split"
 
 
-# ---- early onload
-
-_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
-"""Candidate shares of ended samples for an early onload."""
-_FULL = 0.95
-"""The share of a device's memory that may be in use during an early onload."""
-
-
-def with_early_onload(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Set on trainers' placements the share of ended samples at which they are onloaded."""
-    if not can_shrink_kv_cache(problem.spec.rollout.engine):
-        return placements
-    found = []
-    for placement in placements:
-        others = [other for other in placements if other.lease == placement.lease and other is not placement]
-        if (
-            placement.lease
-            and placement.engine.kind == "train"
-            and placement.is_swapped
-            and [other.engine.kind for other in others] == ["rollout"]
-        ):
-            (rollout,) = others
-            has_one_process = rollout.layout.dp == 1 and rollout.devices == placement.devices
-            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, placement, problem.spec):
-                placement = msgspec.structs.replace(placement, onload_at=_share(problem, rollout, placement))
-        found.append(placement)
-    return tuple(found)
-
-
-def _share(problem: Problem, rollout: Placement, trainer: Placement) -> float:
-    """The least share of ended samples at which the trainer fits; 0 if it does not before the end."""
-    generations = [call for call in problem.workload.calls if call.work == "generate" and call.engine == rollout.engine]
-    room = _FULL * problem.costs.device_bytes(rollout.pool) - trainer.footprint.kept_bytes
-    room -= rollout.footprint.kept_bytes + rollout.footprint.activations
-    cost = problem.costs.decode(rollout.engine, rollout.pool, rollout.layout)
-    shares = []
-    for call in generations:
-        draws = problem.batches[call.name].draws
-        longest = max(float(draw.responses.max(initial=1)) + float(draw.prompts.max(initial=0)) for draw in draws)
-        mean = max(sum(float(draw.responses.mean() + draw.prompts.mean()) for draw in draws) / len(draws), 1.0)
-        sample_bytes = rollout.footprint.kv / max(cost.max_running, 1) * longest / mean
-        num = max(draw.responses.size for draw in draws)
-        fits = [p for p in _SHARES if math.ceil(num * (1 - p) / rollout.layout.dp) * sample_bytes <= room]
-        shares.append(fits[0] if fits else 0.0)
-    return 0.0 if not shares or 0.0 in shares else max(shares)
-
-
 # ---- counts to try
 
 MOST_COUNTS = 64
@@ -676,6 +617,7 @@ class Book:
         self._grains: dict[int, FloatArray] = {}
         self._syncs: dict[tuple[str, bool], dict[int, float]] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
+        self._spans: dict[tuple[object, ...], IntArray] = {}
         is_free = {engine: pin_of(engine, problem.spec) == PinSpec() for engine in problem.workload.engines}
         likes = {engine: problem.costs.like(engine) for engine in is_free}
         self._like = {engine: like if is_free[engine] and is_free.get(like) else engine for engine, like in likes.items()}
@@ -690,6 +632,22 @@ class Book:
             every += options_near(near, problem.costs, problem.spec, num_engines=len(problem.workload.engines)).of[of]
             self._rows[key] = range(start, len(every))
         return self._rows[key]
+
+    def spans(self, engine: EngineId, like: Option, nums: IntArray) -> IntArray:
+        """The first of `rows` and how many there are, on numbers of devices, [2, nums]."""
+        layout = like.layout
+        key = self._like[engine], like.pool, layout.tp, layout.pp, layout.sp, layout.ep
+        if key not in self._spans:
+            most = self.problem.num_devices[self.problem.pools.index(like.pool)]
+            self._spans[key] = np.full((2, most + 1), -1)
+        every = self._spans[key]
+        found = every.take(nums, 1)
+        if len(nums) and found[1].min() < 0:
+            for num in set(nums[found[1] < 0].tolist()):
+                rows = self.rows(engine, like, num)
+                every[:, num] = rows.start, len(rows)
+            found = every.take(nums, 1)
+        return found
 
     def variant(self, engine: EngineId, rows: range, like: Option) -> int:
         """The place in some rows of the first option that is swapped, and has a smaller cache, as another; 0 if there is none."""
@@ -718,19 +676,26 @@ class Book:
 
     def times(self, calls: int, rows: IntArray, chunks: IntArray) -> Times:
         """Times of a leaf in pairs of an option and a chunk size, by their indices."""
+        known = self._times.get(calls)
+        found = known[rows, chunks] if known is not None and len(known) > rows.max(initial=0) else None
+        if found is None or np.isnan(found[:, 0]).any():
+            found = self._filled(calls, rows)[rows, chunks]
+        first, total, last, rigid = found.T
+        return Times(first, total, last, total, self._grains[calls][chunks], rigid)
+
+    def _filled(self, calls: int, rows: IntArray) -> FloatArray:
+        """The times of a leaf with those of some rows, and how it may share its devices, [rows, chunks, 4]; those not asked for are nan."""
         members = self.problem.graph.members(calls)
         (engine,) = self.problem.graph.engines(calls)
         every = self._options[self._like[engine]]
-        known = self._times.get(calls, np.zeros((0, len(self.chunks(calls)), TIMES)))
+        known = self._times.get(calls, np.zeros((0, len(self.chunks(calls)), TIMES + 1)))
         if len(known) < len(every):
-            known = self._times[calls] = np.concatenate([known, np.full((len(every) - len(known), *known.shape[1:]), np.nan)])
-        missing = rows[np.isnan(known[rows, 0, 0])]
-        if len(missing):
-            missing = np.unique(missing)
-            made = self.problem.times_of(calls, [every[row] for row in missing.tolist()])
-            known[missing], self._grains[calls] = made.times, made.grains
-        first, total, last = known[rows, chunks].T
-        return Times(first, total, last, total, self._grains[calls][chunks], rigid_of(members, self.facts(engine)[5, rows]))
+            known = np.concatenate([known, np.full((2 * len(every) - len(known), *known.shape[1:]), np.nan)])
+        missing = np.unique(rows[np.isnan(known[rows, 0, 0])])
+        made = self.problem.times_of(calls, [every[row] for row in missing.tolist()])
+        known[missing, :, :TIMES], self._grains[calls], self._times[calls] = made.times, made.grains, known
+        known[missing, :, TIMES] = rigid_of(members, self.facts(engine)[5, missing])[:, None]
+        return known
 
     def sync_s(self, sync: Sync, sources: IntArray, targets: IntArray, *, is_turns: bool) -> FloatArray:
         """Seconds of a weight sync between pairs of rows."""
@@ -767,23 +732,26 @@ class Pricer:
         a, b = self.need(nums, cut.first), self.need(nums, cut.second)
         return a + b if how == SPLIT else np.maximum(a, b)
 
-    def steps_s(self, rows: Mapping[EngineId, IntArray], chunks: Mapping[int, IntArray]) -> FloatArray:
-        """Step times of plans, by the row of each engine's option and the index of each leaf's chunk size; infinite without the memory."""
-        problem = self._problem
-        whole, memory = self._part(self._everything, rows, chunks)
-        room, host = problem.room[:, :, None, None]
-        fits = ((memory[KEPT] <= room) & (memory[MOST] <= room) & (memory[HOST] <= host)).all(axis=(0, 1))
-        return np.where(fits, step_s_of(problem, whole), np.inf)
+    def steps_s(self, rows: Mapping[EngineId, IntArray], chunks: Mapping[int, IntArray], known_s: float = np.inf) -> FloatArray:
+        """Step times of plans, by the row of each engine's option and the index of each leaf's chunk size.
 
-    def _part(self, calls: int, rows: Mapping[EngineId, IntArray], chunks: Mapping[int, IntArray]) -> tuple[Times, FloatArray]:
-        """Times and memory of a part of plans."""
+        Infinite without the memory, which is computed of those alone that are faster than `known_s`, and of what is not.
+        """
+        steps_s = step_s_of(self._problem, self._times(self._everything, rows, chunks))
+        some = np.flatnonzero(steps_s < known_s)
+        found = np.full(len(steps_s), np.inf)
+        if len(some):
+            fit = some[self._fits({engine: which[some] for engine, which in rows.items()})]
+            found[fit] = steps_s[fit]
+        return found
+
+    def _times(self, calls: int, rows: Mapping[EngineId, IntArray], chunks: Mapping[int, IntArray]) -> Times:
+        """Times of a part of plans."""
         problem, book = self._problem, self._book
         if calls in self.leaves:
-            engine = self.leaves[calls]
-            facts = book.facts(engine)[:, rows[engine]]
-            return book.times(calls, rows[engine], chunks[calls]), self._memory.leaf(engine, facts, calls)
+            return book.times(calls, rows[self.leaves[calls]], chunks[calls])
         cut, how = self._ways[calls]
-        (a, of_a), (b, of_b) = (self._part(part, rows, chunks) for part in (cut.first, cut.second))
+        a, b = (self._times(part, rows, chunks) for part in (cut.first, cut.second))
         fed = through_functions(a, cut.functions, problem.calls, problem.functions)
         if how == TURNS:
             times = in_turns(a, fed, b, is_linked=cut.is_linked, waits=cut.waits)
@@ -791,8 +759,23 @@ class Pricer:
             times = side_by_side(a, fed, b, is_linked=cut.is_linked, waits=cut.waits, slowdowns=self._slow[calls])
         for sync in self._met[calls]:
             times = times.later(book.sync_s(sync, rows[sync.source], rows[sync.target], is_turns=how == TURNS))
-        num = len(times.total)
-        return times, self._memory.join([cut], np.zeros(num, np.int64), of_a, of_b, self._own(rows), num * (how == TURNS))
+        return times
+
+    def _fits(self, rows: Mapping[EngineId, IntArray]) -> npt.NDArray[np.bool_]:
+        """Whether plans have the memory."""
+        memory = self._memory_of(self._everything, rows)
+        room, host = self._problem.room[:, :, None, None]
+        return np.asarray(((memory[KEPT] <= room) & (memory[MOST] <= room) & (memory[HOST] <= host)).all(axis=(0, 1)))
+
+    def _memory_of(self, calls: int, rows: Mapping[EngineId, IntArray]) -> FloatArray:
+        """Memory of a part of plans."""
+        if calls in self.leaves:
+            engine = self.leaves[calls]
+            return self._memory.leaf(engine, self._book.facts(engine)[:, rows[engine]], calls)
+        cut, how = self._ways[calls]
+        of_a, of_b = (self._memory_of(part, rows) for part in (cut.first, cut.second))
+        num = of_a.shape[-1]
+        return self._memory.join([cut], np.zeros(num, np.int64), of_a, of_b, self._own(rows), num * (how == TURNS))
 
     def _own(self, rows: Mapping[EngineId, IntArray]) -> Own:
         def own(engine: EngineId, which: IntArray) -> FloatArray:
@@ -839,16 +822,18 @@ class Climb:
     ) -> None:
         self._book, self._like, self._budget = book, dict(like), budget or Budget()
         self._problem, self._pricer = book.problem, Pricer(book, ways)
-        self._leaves = self._pricer.leaves
+        self._leaves, self._engines = self._pricer.leaves, tuple(like)
         self._num_pairs = len(ways)
         self._sizes = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))
         self._known: dict[tuple[EngineId, int], range] = {}
-        self._found: dict[tuple[EngineId, int, int], int] = {}
         stage = {calls: _stage_of(self._problem, calls) for calls in self._leaves}
         last = max(stage.values())
         runs = [range(last + 1), *(run for i in range(last) for run in (range(i + 1), range(i + 1, last + 1)))]
-        self._runs = [{calls for calls in self._leaves if stage[calls] in run} for run in runs]
-        """Leaves whose chunks change together."""
+        first = 2 * len(self._engines)
+        self._runs = [[first + at for at, calls in enumerate(self._leaves) if stage[calls] in run] for run in runs]
+        """Where a state has the chunks that change together."""
+        self._sizes_of = {first + at: len(book.chunks(calls)) for at, calls in enumerate(self._leaves)}
+        """Where a state has a leaf's chunk size, and how many there are."""
 
     def _rows(self, engine: EngineId, num: int) -> range:
         """The options of an engine on so many devices, in the layout of its replicas."""
@@ -878,35 +863,35 @@ class Climb:
     def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State] | None:
         """The fastest of these plans, if it is faster than known."""
         self._budget.spend(self._num_pairs * (len(states) + _EACH))
-        states = self._possible(states)
-        if not states:
+        every = np.array(states).T
+        possible, rows = self._possible(every)
+        if not len(possible):
             return None
-        rows = {engine: np.array([self._row(engine, *places[engine]) for places, _ in states]) for engine in self._like}
-        steps_s = self._pricer.steps_s(rows, {calls: np.array([chunks[calls] for _, chunks in states]) for calls in self._leaves})
+        chunks = dict(zip(self._leaves, every[2 * len(self._engines) :].take(possible, 1), strict=True))
+        steps_s = self._pricer.steps_s(rows, chunks, known_s)
         best = int(steps_s.argmin())
-        return (float(steps_s[best]), states[best]) if steps_s[best] < known_s else None
+        return (float(steps_s[best]), states[possible[best]]) if steps_s[best] < known_s else None
 
-    def _possible(self, states: list[State]) -> list[State]:
-        """Those for which there are enough devices, and which are in options that there are."""
-        legal = np.ones(len(states), np.bool_)
-        every = {engine: np.array([places[engine][0] for places, _ in states]) for engine in self._like}
+    def _possible(self, every: IntArray) -> tuple[IntArray, dict[EngineId, IntArray]]:
+        """The states for which there are devices and options, by index, and the rows of each engine's; `every` is [values, states]."""
+        num, legal = len(self._engines), np.ones(every.shape[1], np.bool_)
         for pool, size in self._sizes.items():
-            legal &= self._pricer.need({e: num * (self._like[e].pool == pool) for e, num in every.items()}) <= size
-        some = [state for state, is_legal in zip(states, legal.tolist(), strict=True) if is_legal]
-        return [state for state in some if all(self._row(engine, *place) >= 0 for engine, place in state[0].items())]
-
-    def _row(self, engine: EngineId, num: int, variant: int) -> int:
-        """An option's index in the book; -1 if there is none."""
-        key = engine, num, variant
-        if key not in self._found:
-            rows = self._rows(engine, num)
-            self._found[key] = rows[variant] if variant < len(rows) else -1
-        return self._found[key]
+            its = {engine: every[i] * (self._like[engine].pool == pool) for i, engine in enumerate(self._engines)}
+            legal &= self._pricer.need(its) <= size
+        found = np.flatnonzero(legal)
+        for i, engine in enumerate(self._engines):
+            there = self._book.spans(engine, self._like[engine], every[i].take(found))[1]
+            found = found[every[num + i].take(found) < there]
+        rows = {}
+        for i, engine in enumerate(self._engines):
+            rows[engine] = self._book.spans(engine, self._like[engine], every[i].take(found))[0] + every[num + i].take(found)
+        return found, rows
 
     def plan(self, state: State) -> tuple[Problem, Node]:
         """A plan, with a problem that has only its options."""
-        places, chunks = state
-        return self._pricer.plan({e: self._book.option(e, self._rows(e, num)[variant]) for e, (num, variant) in places.items()}, chunks)
+        num = len(self._engines)
+        options = {e: self._book.option(e, self._rows(e, state[i])[state[num + i]]) for i, e in enumerate(self._engines)}
+        return self._pricer.plan(options, dict(zip(self._leaves, state[2 * num :], strict=True)))
 
     def starts(self, options: Mapping[EngineId, Sequence[tuple[Option, int]]], chunks: Mapping[int, int]) -> Iterator[State]:
         """Yield plans with options like these; where the leaves of an engine have several counts, with some combinations of these."""
@@ -916,75 +901,79 @@ class Climb:
 
     def start(self, options: Mapping[EngineId, tuple[Option, int]], chunks: Mapping[int, int]) -> State | None:
         """The plan with options like these on these counts; None if an engine has none there."""
-        places = {}
-        for engine, (like, num) in options.items():
+        nums, variants = [], []
+        for engine in self._engines:
+            like, num = options[engine]
             num = num if self._rows(engine, num) else like.num_devices  # A pin may allow no other.
             rows = self._rows(engine, num)
             if not rows:
                 return None
-            places[engine] = num, self._book.variant(engine, rows, like)
-        at = {calls: nearest_of(self._book.chunks(calls), chunks[calls]) for calls in self._leaves}
-        return places, at
+            nums.append(num)
+            variants.append(self._book.variant(engine, rows, like))
+        return [*nums, *variants, *(nearest_of(self._book.chunks(calls), chunks[calls]) for calls in self._leaves)]
 
     def _changes(self, state: State, reach: Mapping[str, int]) -> Iterator[State]:
-        places, chunks = state
-        for engine, step in ((engine, reach[like.pool]) for engine, like in self._like.items()):
+        for i, engine in enumerate(self._engines):
+            step, num = reach[self._like[engine].pool], state[i]
             for more in (step, -step) if step else ():
-                moved = self._moved(places, engine, more)
-                if moved:
-                    yield moved, chunks
-                    for other in self._like if more > 0 else ():
-                        if other != engine and (both := self._moved(moved, other, -more)):
-                            yield both, chunks
-            num, mine = places[engine]
-            for i in range(len(self._rows(engine, num))):
-                if i != mine:
-                    yield {**places, engine: (num, i)}, chunks
+                if moved := self._moved(state, i, more):
+                    yield moved
+                    for other in range(len(self._engines)) if more > 0 else ():
+                        if other != i and (both := self._moved(moved, other, -more)):
+                            yield both
+            at = len(self._engines) + i
+            for variant in range(len(self._rows(engine, num))):
+                if variant != state[at]:
+                    yield _changed(state, at, variant)
         for step in (1, -1):
-            moves = {calls: at + step for calls, at in chunks.items() if 0 <= at + step < len(self._book.chunks(calls))}
-            yield from ((places, {**chunks, calls: at}) for calls, at in moves.items())
+            moves = {at: state[at] + step for at, num in self._sizes_of.items() if 0 <= state[at] + step < num}
+            for at, size in moves.items():
+                yield _changed(state, at, size)
             for some in self._runs:
-                together = {calls: at for calls, at in moves.items() if calls in some}
+                together = [at for at in some if at in moves]
                 if len(together) > 1:
-                    yield places, {**chunks, **together}
+                    yield [size + step if at in together else size for at, size in enumerate(state)]
 
     def _rounded(self, state: State) -> Iterator[State]:
         """Yield plans in which an engine has the next count with one pass more or fewer over a chunk, and another makes up for it."""
-        places, chunks = state
-        steps = {engine: self._to_rounds(engine, state) for engine in self._like}
-        for engine, mine in steps.items():
+        steps = [self._to_rounds(i, state) for i in range(len(self._engines))]
+        for i, mine in enumerate(steps):
             for more in mine:
-                if not (moved := self._moved(places, engine, more)):
+                if not (moved := self._moved(state, i, more)):
                     continue
-                yield moved, chunks
-                more = moved[engine][0] - places[engine][0]
-                for other, its in steps.items():
-                    for less in {-more, *its} if other != engine else ():
+                yield moved
+                more = moved[i] - state[i]
+                for other, its in enumerate(steps):
+                    for less in {-more, *its} if other != i else ():
                         if less * more < 0 and (both := self._moved(moved, other, less)):
-                            yield both, chunks
+                            yield both
 
-    def _to_rounds(self, engine: EngineId, state: State) -> set[int]:
+    def _to_rounds(self, i: int, state: State) -> set[int]:
         """How many devices more or fewer an engine needs for a pass less or more over a chunk, and how many it does not need."""
-        num, size = state[0][engine][0], self._like[engine].layout.num_replica_devices
-        found = set[int]()
-        for calls in (calls for calls, its in self._leaves.items() if its == engine):
-            for call in (call for call in self._problem.graph.members(calls) if call.num_samples and call.work != "generate"):
-                chunk = min(self._book.chunks(calls)[state[1][calls]], call.num_samples)
+        engine, num = self._engines[i], state[i]
+        size, found = self._like[engine].layout.num_replica_devices, set[int]()
+        for (calls, its), at in zip(self._leaves.items(), state[2 * len(self._engines) :], strict=True):
+            for call in self._problem.graph.members(calls) if its == engine else ():
+                if not call.num_samples or call.work == "generate":
+                    continue
+                chunk = min(self._book.chunks(calls)[at], call.num_samples)
                 chunk = min(chunk, max(1, call.num_samples // num_minibatches(call))) if call.work == "update" else chunk
                 passes = -(-chunk // (num // size))
                 found |= {-(-chunk // more) * size - num for more in (passes - 1, passes, passes + 1) if more > 0}
         return found - {0}
 
-    def _moved(self, places: _Counted, engine: EngineId, more: int) -> _Counted | None:
-        num, variant = places[engine]
-        size = self._like[engine].layout.num_replica_devices
-        num = (num + (max(more, size) if more > 0 else min(more, -size))) // size * size
-        if not 0 < num <= self._sizes[self._like[engine].pool]:
-            return None
-        return {**places, engine: (num, variant)}
+    def _moved(self, state: State, i: int, more: int) -> State | None:
+        like = self._like[self._engines[i]]
+        size = like.layout.num_replica_devices
+        num = (state[i] + (max(more, size) if more > 0 else min(more, -size))) // size * size
+        return _changed(state, i, num) if 0 < num <= self._sizes[like.pool] else None
 
 
-_Counted = dict[EngineId, tuple[int, int]]
-"""Engine -> devices, and which of the options there."""
-State = tuple[_Counted, dict[int, int]]
-"""Places, and the index of each leaf's chunk size."""
+State = list[int]
+"""A plan of one structure: the devices of each engine, which of the options there each has, and the index of each leaf's chunk size."""
+
+
+def _changed(state: State, at: int, value: int) -> State:
+    found = state.copy()
+    found[at] = value
+    return found
