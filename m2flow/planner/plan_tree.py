@@ -844,33 +844,54 @@ class Climb:
     def climbed(self, step_s: float, starts: list[State], reach: Mapping[str, int]) -> tuple[float, State] | None:
         """The best plan found from these, with its step time; None if none is faster than `step_s`."""
         best: tuple[float, State] | None = None
-        states, left = starts, dict(reach)
+        left, states, steps_s = dict(reach), starts, self._steps_s(starts, step_s)
+        finer = list[tuple[dict[str, int], list[State], FloatArray]]()
         for _ in range(_MOST_CHANGES):
             if best and self._budget.is_over():
                 break
-            found = self.priced(states, best[0] * (1 - 1e-6) if best else step_s) if states else None
-            if found:
-                best = found
+            if states:
+                self._budget.spend(self._num_pairs * (len(states) + _EACH))
+            fastest = int(steps_s.argmin()) if states else -1
+            if states and steps_s[fastest] < (best[0] * (1 - 1e-6) if best else step_s):
+                best, finer = (float(steps_s[fastest]), states[fastest]), []
+                states = list(self._changes(best[1], left) if any(left.values()) else self._rounded(best[1]))
+                steps_s = self._steps_s(states, best[0] * (1 - 1e-6))
             elif best is None:
                 return None
+            elif not any(left.values()):
+                break
             else:
-                if not any(left.values()):
-                    break
-                left = {pool: step // 2 // (unit := least_unit(self._problem, pool)) * unit for pool, step in left.items()}
-            states = list(self._changes(best[1], left) if any(left.values()) else self._rounded(best[1]))
+                finer = finer or self._finer(best, left)
+                left, states, steps_s = finer.pop(0)
         return best
+
+    def _finer(self, best: tuple[float, State], left: Mapping[str, int]) -> list[tuple[dict[str, int], list[State], FloatArray]]:
+        """The changes by all smaller steps, with their step times: mostly none is faster, and together they are priced in one go."""
+        steps, every = dict(left), list[tuple[dict[str, int], list[State]]]()
+        while any(steps.values()):
+            steps = {pool: step // 2 // (unit := least_unit(self._problem, pool)) * unit for pool, step in steps.items()}
+            every.append((steps, list(self._changes(best[1], steps) if any(steps.values()) else self._rounded(best[1]))))
+        steps_s = self._steps_s([state for _, states in every for state in states], best[0] * (1 - 1e-6))
+        ends = itertools.accumulate(len(states) for _, states in every)
+        return [(steps, states, steps_s[end - len(states) : end]) for (steps, states), end in zip(every, ends, strict=True)]
 
     def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State] | None:
         """The fastest of these plans, if it is faster than known."""
         self._budget.spend(self._num_pairs * (len(states) + _EACH))
-        every = np.array(states).T
-        possible, rows = self._possible(every)
-        if not len(possible):
-            return None
-        chunks = dict(zip(self._leaves, every[2 * len(self._engines) :].take(possible, 1), strict=True))
-        steps_s = self._pricer.steps_s(rows, chunks, known_s)
+        steps_s = self._steps_s(states, known_s)
         best = int(steps_s.argmin())
-        return (float(steps_s[best]), states[possible[best]]) if steps_s[best] < known_s else None
+        return (float(steps_s[best]), states[best]) if steps_s[best] < known_s else None
+
+    def _steps_s(self, states: list[State], known_s: float) -> FloatArray:
+        """Step times of plans; infinite where that is not below `known_s`, and of those that there are not."""
+        found = np.full(len(states), np.inf)
+        if states:
+            every = np.array(states).T
+            possible, rows = self._possible(every)
+            if len(possible):
+                chunks = dict(zip(self._leaves, every[2 * len(self._engines) :].take(possible, 1), strict=True))
+                found[possible] = self._pricer.steps_s(rows, chunks, known_s)
+        return found
 
     def _possible(self, every: IntArray) -> tuple[IntArray, dict[EngineId, IntArray]]:
         """The states for which there are devices and options, by index, and the rows of each engine's; `every` is [values, states]."""
