@@ -561,10 +561,12 @@ def evenly(a: FloatArray, b: FloatArray) -> tuple[IntArray, IntArray]:
 
 
 def side_by_side_s(every: Sequence[FloatArray]) -> FloatArray:
-    """Seconds of parts side by side, on 1, 2, ... devices, by those of each: the least in which all end."""
-    limits = np.unique(np.concatenate(every))
-    needs = sum(1 + np.searchsorted(-one, -limits) for one in every)  # Falls with the limit.
-    return np.asarray(np.append(limits, NEVER)[np.searchsorted(-needs, -1 - np.arange(len(every[0])))])
+    """Seconds of parts side by side, on 1, 2, ... devices, by those of each, which do not rise: the least in which all end.
+
+    Within a limit, a part needs a device more than it has times beyond the limit. So k parts on n devices leave n - k of all times beyond.
+    """
+    falling = -np.sort(-np.concatenate(every), kind="stable")
+    return np.concatenate([np.full(len(every) - 1, NEVER), falling])[: len(every[0])]
 
 
 def least_of(values: FloatArray, merit: FloatArray, axis: int = 1) -> FloatArray:
@@ -636,9 +638,9 @@ class Book:
     def spans(self, engine: EngineId, like: Option, nums: IntArray) -> IntArray:
         """The first of `rows` and how many there are, on numbers of devices, [2, nums]."""
         layout = like.layout
+        most = self.problem.num_devices[self.problem.pools.index(like.pool)]
         key = self._like[engine], like.pool, layout.tp, layout.pp, layout.sp, layout.ep
         if key not in self._spans:
-            most = self.problem.num_devices[self.problem.pools.index(like.pool)]
             self._spans[key] = np.full((2, most + 1), -1)
         every = self._spans[key]
         found = every.take(nums, 1)
@@ -866,11 +868,11 @@ class Climb:
         return best
 
     def _finer(self, best: tuple[float, State], left: Mapping[str, int]) -> list[tuple[dict[str, int], list[State], FloatArray]]:
-        """The changes by all smaller steps, with their step times: mostly none is faster, and together they are priced in one go."""
+        """The moves by all smaller steps, with their step times: mostly none is faster, and together they are priced in one go."""
         steps, every = dict(left), list[tuple[dict[str, int], list[State]]]()
         while any(steps.values()):
             steps = {pool: step // 2 // (unit := least_unit(self._problem, pool)) * unit for pool, step in steps.items()}
-            every.append((steps, list(self._changes(best[1], steps) if any(steps.values()) else self._rounded(best[1]))))
+            every.append((steps, list(self._moves(best[1], steps) if any(steps.values()) else self._rounded(best[1]))))
         steps_s = self._steps_s([state for _, states in every for state in states], best[0] * (1 - 1e-6))
         ends = itertools.accumulate(len(states) for _, states in every)
         return [(steps, states, steps_s[end - len(states) : end]) for (steps, states), end in zip(every, ends, strict=True)]
@@ -878,9 +880,8 @@ class Climb:
     def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State] | None:
         """The fastest of these plans, if it is faster than known."""
         self._budget.spend(self._num_pairs * (len(states) + _EACH))
-        steps_s = self._steps_s(states, known_s)
-        best = int(steps_s.argmin())
-        return (float(steps_s[best]), states[best]) if steps_s[best] < known_s else None
+        step_s, best = min(zip(self._steps_s(states, known_s).tolist(), range(len(states)), strict=True))
+        return (step_s, states[best]) if step_s < known_s else None
 
     def _steps_s(self, states: list[State], known_s: float) -> FloatArray:
         """Step times of plans; infinite where that is not below `known_s`, and of those that there are not."""
@@ -903,10 +904,8 @@ class Climb:
         for i, engine in enumerate(self._engines):
             there = self._book.spans(engine, self._like[engine], every[i].take(found))[1]
             found = found[every[num + i].take(found) < there]
-        rows = {}
-        for i, engine in enumerate(self._engines):
-            rows[engine] = self._book.spans(engine, self._like[engine], every[i].take(found))[0] + every[num + i].take(found)
-        return found, rows
+        at = {engine: (every[i].take(found), every[num + i].take(found)) for i, engine in enumerate(self._engines)}
+        return found, {engine: self._book.spans(engine, self._like[engine], nums)[0] + its for engine, (nums, its) in at.items()}
 
     def plan(self, state: State) -> tuple[Problem, Node]:
         """A plan, with a problem that has only its options."""
@@ -934,26 +933,31 @@ class Climb:
         return [*nums, *variants, *(nearest_of(self._book.chunks(calls), chunks[calls]) for calls in self._leaves)]
 
     def _changes(self, state: State, reach: Mapping[str, int]) -> Iterator[State]:
+        yield from self._moves(state, reach)
         for i, engine in enumerate(self._engines):
-            step, num = reach[self._like[engine].pool], state[i]
+            at = len(self._engines) + i
+            for variant in range(len(self._rows(engine, state[i]))):
+                if variant != state[at]:
+                    yield [*state[:at], variant, *state[at + 1 :]]
+        for step in (1, -1):
+            sizes = {at: state[at] + step for at, num in self._sizes_of.items() if 0 <= state[at] + step < num}
+            for at, size in sizes.items():
+                yield [*state[:at], size, *state[at + 1 :]]
+            for some in self._runs:
+                together = [at for at in some if at in sizes]
+                if len(together) > 1:
+                    yield [size + step if at in together else size for at, size in enumerate(state)]
+
+    def _moves(self, state: State, reach: Mapping[str, int]) -> Iterator[State]:
+        """Yield plans in which an engine has a step more or fewer devices, or one has what another gives."""
+        for i, engine in enumerate(self._engines):
+            step = reach[self._like[engine].pool]
             for more in (step, -step) if step else ():
                 if moved := self._moved(state, i, more):
                     yield moved
                     for other in range(len(self._engines)) if more > 0 else ():
                         if other != i and (both := self._moved(moved, other, -more)):
                             yield both
-            at = len(self._engines) + i
-            for variant in range(len(self._rows(engine, num))):
-                if variant != state[at]:
-                    yield _changed(state, at, variant)
-        for step in (1, -1):
-            moves = {at: state[at] + step for at, num in self._sizes_of.items() if 0 <= state[at] + step < num}
-            for at, size in moves.items():
-                yield _changed(state, at, size)
-            for some in self._runs:
-                together = [at for at in some if at in moves]
-                if len(together) > 1:
-                    yield [size + step if at in together else size for at, size in enumerate(state)]
 
     def _rounded(self, state: State) -> Iterator[State]:
         """Yield plans in which an engine has the next count with one pass more or fewer over a chunk, and another makes up for it."""
@@ -987,14 +991,8 @@ class Climb:
         like = self._like[self._engines[i]]
         size = like.layout.num_replica_devices
         num = (state[i] + (max(more, size) if more > 0 else min(more, -size))) // size * size
-        return _changed(state, i, num) if 0 < num <= self._sizes[like.pool] else None
+        return [*state[:i], num, *state[i + 1 :]] if 0 < num <= self._sizes[like.pool] else None
 
 
 State = list[int]
 """A plan of one structure: the devices of each engine, which of the options there each has, and the index of each leaf's chunk size."""
-
-
-def _changed(state: State, at: int, value: int) -> State:
-    found = state.copy()
-    found[at] = value
-    return found

@@ -524,8 +524,7 @@ def leaf_times(
     first = sum((t[..., 1] for t in each[: range(len(each))[shown]]), each[shown][..., 0])
     after = [t[..., 1 if drains(calls) else 2] for t in each[1:]]
     last = each[0][..., 2] + sum(after, np.zeros(each[0].shape[:2]))
-    come = np.array([option.come_s for option in options])[:, None]
-    leave = np.array([option.leave_s for option in options])[:, None]
+    come, leave = np.array([(option.come_s, option.leave_s) for option in options]).reshape(-1, 2).T[..., None]
     return LeafTimes(chunks, np.stack([first + come, total + come + leave, last + leave], axis=-1), grains)
 
 
@@ -614,7 +613,7 @@ def _passes(
         size = np.minimum(size, max(1.0, call.num_samples / num_minibatches(call)))
     rows = np.ceil(size / replicas)
     microbatches = np.ceil(np.maximum(1.0, rows * batch.mean_tokens / call.token_budget)) if call.token_budget else np.ones_like(rows)
-    longest = np.array([batch.longest_of(num) for num in size[0]])
+    longest = batch.longest_of(size[0])
     # Of the longest sample, which one replica works on while the others wait.
     most_s = sample_s + (token_s * longest + token2_s * longest**2)
     chunk_s = microbatches * replicas * fixed + np.maximum(rows * sample, most_s) * replicas  # `fixed` is a replica's, shared out to all.
@@ -622,8 +621,7 @@ def _passes(
     if call.work != "update":
         return np.stack([np.zeros_like(pass_s), pass_s, np.zeros_like(pass_s)], axis=-1)
     optimizer = np.array([train.optimizer_s for train in trains])[:, None] * call.num_optimizer_steps
-    total = pass_s * call.num_epochs + optimizer
-    return np.stack([total, total, total - pass_s / num_minibatches(call)], axis=-1)
+    return np.stack([total := pass_s * call.num_epochs + optimizer, total, total - pass_s / num_minibatches(call)], axis=-1)
 
 
 def rigid_of(calls: Sequence[CallLoad], is_swapped: FloatArray) -> FloatArray:
@@ -878,6 +876,8 @@ class Problem:
         if new or not known:
             made = leaf_times(members, new, self.costs, self.batches, self.graph.shown(calls))
             known.update((option, (made, each)) for option, each in zip(new, made.times, strict=True))
+            if len(new) == len(options):
+                return made
         made = next((made for made, _ in known.values()), LeafTimes((1,), np.zeros((0, 1, TIMES)), np.ones(1)))
         return replace(made, times=np.array([known[option][1] for option in options]).reshape(len(options), -1, TIMES))
 

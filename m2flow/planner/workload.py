@@ -447,10 +447,11 @@ class BatchTimes:
         self._ascending = np.sort(whole)
         self.mean_square = float((whole * whole).mean()) if len(whole) else 0.0
 
-    def longest_of(self, num: float) -> float:
+    def longest_of(self, nums: FloatArray) -> FloatArray:
         """Tokens of the longest of so many samples with their prompts: the quantile num/(num + 1) of all."""
         last = len(self._ascending) - 1
-        return float(self._ascending[min(last, int(num / (num + 1) * (last + 1)))]) if last >= 0 else 0.0
+        at = np.minimum(last, (nums / (nums + 1) * (last + 1)).astype(np.int64))
+        return self._ascending[at] if last >= 0 else np.zeros(len(nums))
 
     def several(self, num: int) -> tuple[Draw, ...]:
         """At least so many draws, the batch's own first, for choices that must suit different steps."""

@@ -264,9 +264,9 @@ def test_layouts_use_all_devices_and_keep_tensor_groups_inside_a_node() -> None:
 @pytest.mark.parametrize(("model", "train"), [("Qwen2.5-7B", "deepspeed"), ("Qwen3-30B-A3B", "megatron"), ("Qwen2.5-0.5B", "fsdp")])
 def test_layouts_like_one_are_those_of_all_layouts_that_have_its_replicas(model: str, train: str) -> None:
     known = costs(model, nodes=4, train=TrainSpec(engine=train, token_budget=16_384))
-    for engine, count in itertools.product((ROLLOUT, TRAIN, REFERENCE), (8, 12, 32)):
+    for engine, count, other in itertools.product((ROLLOUT, TRAIN, REFERENCE), (1, 5, 8, 12, 32, 40), (1, 8, 32)):
         every = known.layouts(engine, "main", count)
-        for like in every:
+        for like in known.layouts(engine, "main", other):
             assert list(known.layouts_like(engine, "main", count, like)) == [one for one in every if one.has_replicas_of(like)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from random_steps import random_problem
 
 from m2flow.planner.breakdown import step_s
 from m2flow.planner.dynamic_program import SPLIT, Limits, Solver, memory_price, prune_options
-from m2flow.planner.plan_tree import Book, Climb, leaves_of, tree_of, ways_in
+from m2flow.planner.plan_tree import NEVER, Book, Climb, leaves_of, side_by_side_s, tree_of, ways_in
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import _Search, best_plan
 from m2flow.planner.workload import DRAINS, FREE, MOVES, Times, in_turns, legal_chunks, side_by_side
@@ -155,3 +156,37 @@ def test_a_search_of_splits_keeps_what_leaves_devices_to_the_others(monkeypatch:
         Limits, "__init__", lambda self, problem, *, counts_work=True, is_split=False: made(self, problem, counts_work=counts_work)
     )
     assert knowing < least_s()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_side_by_side_end_at_the_least_time_of_all_divisions_of_the_devices(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = [-np.sort(-rng.integers(1, 9, 7).astype(np.float64)) for _ in range(2 + seed % 2)]  # Ties are common.
+    parts[0][0] = NEVER
+    found = side_by_side_s(parts)
+    for num in range(1, 8):
+        divisions = (one for one in itertools.product(range(1, num + 1), repeat=len(parts)) if sum(one) <= num)
+        least = min((max(part[n - 1] for part, n in zip(parts, one, strict=True)) for one in divisions), default=NEVER)
+        assert found[num - 1] == least
+
+
+@pytest.mark.parametrize("seed", [5, 42])
+def test_moves_by_smaller_steps_cost_together_what_each_costs_alone(seed: int) -> None:
+    problem = problem_of("ppo", 64, seed)
+    found = best_plan(problem)
+    leaves, bits = leaves_of(found.node), problem.graph.bits
+    climb = Climb(Book(problem), ways_in(found.node), {leaf.engine: leaf.option for leaf in leaves})
+    chunks = {sum(bits[name] for name in leaf.names): leaf.chunk for leaf in leaves}
+    start = climb.start({leaf.engine: (leaf.option, leaf.option.num_devices) for leaf in leaves}, chunks)
+    assert start is not None
+    levels = climb._finer((1e9, start), {"main": 8})
+    steps = [level[0]["main"] for level in levels]
+    assert steps == sorted(set(steps), reverse=True)
+    assert len(steps) > 1
+    assert steps[-1] == 0
+    for _, states, steps_s in levels:
+        assert len(states) == len(steps_s) > 0
+        for state, found_s in zip(states, steps_s.tolist(), strict=True):
+            alone = climb.priced([state])
+            assert found_s == pytest.approx(alone[0] if alone else np.inf)
+    assert min(float(level[2].min()) for level in levels) >= found.step_s * (1 - 1e-5)
