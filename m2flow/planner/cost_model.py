@@ -623,11 +623,11 @@ class ModelledCosts(Costs):
         return self._layouts(engine, pool, num_devices, None)
 
     def layouts_like(self, engine: EngineId, pool: str, num_devices: int, like: Layout) -> Sequence[Layout]:
-        # Of the other layouts nothing is computed: there are many times as many.
+        # Of the other layouts nothing is computed: there are many times as many. Threads, experts, and instances over nodes have rules by dp.
         size, found = like.num_replica_devices, self._pools[pool]
         most = self._offers[engine.kind].dp if engine.kind == "train" else None
-        has_one_way = found.device.shares_host_memory or self.shape(engine).num_experts or like.ep > 1 or like.tp > found.per_node
-        if has_one_way or num_devices % size or not size <= num_devices <= found.num_devices or (most and num_devices > most * size):
+        goes_by_dp = found.device.shares_host_memory or self.shape(engine).num_experts or like.ep > 1 or like.tp > found.per_node
+        if goes_by_dp or num_devices % size or not size <= num_devices <= found.num_devices or (most and num_devices > most * size):
             listed = self._layouts(engine, pool, num_devices, like)
             return [layout for layout in listed if layout.has_replicas_of(like)]
         dp = num_devices // size

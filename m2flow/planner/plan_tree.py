@@ -814,9 +814,8 @@ class Climb:
 
     Changes: an engine gets a step more or fewer devices, or passes a step on to another engine; it gets another option on its devices
     (swapped or resident, a smaller cache); a leaf has the next finer or coarser chunks, or all leaves have, or all up to some stage of the
-    step, or all after it. The step halves when no
-    change helps, down to the unit of the engines. Last come counts with one pass more or fewer over a chunk. All changes are priced at
-    once (`Pricer`).
+    step, or all after it. The step halves when no change helps, down to the unit of the engines. Last come counts with one pass more or
+    fewer over a chunk. All changes are priced at once (`Pricer`), and so are those by all smaller steps.
     """
 
     def __init__(
