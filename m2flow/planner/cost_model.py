@@ -623,7 +623,7 @@ class ModelledCosts(Costs):
         return self._layouts(engine, pool, num_devices, None)
 
     def layouts_like(self, engine: EngineId, pool: str, num_devices: int, like: Layout) -> Sequence[Layout]:
-        # Of the other layouts nothing is computed: there are many times as many. Threads, experts, and instances over nodes have rules by dp.
+        # Of the other layouts nothing is computed: there are many times as many. Threads, experts and TP over nodes have rules by dp.
         size, found = like.num_replica_devices, self._pools[pool]
         most = self._offers[engine.kind].dp if engine.kind == "train" else None
         goes_by_dp = found.device.shares_host_memory or self.shape(engine).num_experts or like.ep > 1 or like.tp > found.per_node
