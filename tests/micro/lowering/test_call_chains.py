@@ -15,12 +15,13 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.call_semantics import call_body
 from m2flow.micro.protocol.events import CallAdded, Event, FromWorker, Send, Sourced, WorkerLost
 from m2flow.micro.scheduler.ready_queues import MAX_QUEUED
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.worker.function_tasks import BegunCall, Functions
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing.world import run_eager, run_planned
+from m2flow.testing.world import make_worker, run_eager, run_planned
 
 pytest_plugins = ["small_runs"]  # The fixture `quick`.
 pytestmark = pytest.mark.usefixtures("quick")
@@ -310,3 +311,40 @@ def test_a_chain_in_the_functions_own_thread_goes_on_elsewhere_when_its_worker_i
         assert answer == eager
         seen += len(found)
     assert seen
+
+
+def test_a_call_that_is_aborted_when_it_runs_already_is_left_alone_and_the_worker_goes_on(tmp_path, monkeypatch):
+    spec = spec_of()
+    graph, models, _ = trace(alone_and_broken, {})
+    plan = lower(graph, models, spec)
+    worker, link, _ = make_worker(
+        plan, plan.worker("functions-0"), models, spec, 0, str(tmp_path), 0, deterministic=False, flush_tokens=1000
+    )
+    worker.open()
+    calls = {call.name: call for call in graph.calls}
+    first, second = calls["patient"], calls["breaks_at_nine"]
+    rows = calls["dataset.take"].options["rows"]
+    worker._store.put(calls["dataset.take"].ordinal, rows)
+    for call in (first, second):
+        link.to_worker.append(m.encode(m.Define(call.ordinal, call_body(call))))
+    for number, call in enumerate((first, second)):
+        link.to_worker.append(m.encode(m.RunFunction(number, call.ordinal, rows.ids.tolist(), [])))
+    begun_ahead, found = Functions.begun_ahead, []
+
+    def begun(self: Functions) -> BegunCall | None:
+        found.append(begun_ahead(self))
+        worker._tasks.hear([m.Abort(second.ordinal)])  # It comes when the first function ends.
+        return found[-1]
+
+    monkeypatch.setattr(Functions, "begun_ahead", begun)
+    worker.turn()
+    assert found[0] is not None
+    monkeypatch.undo()
+    again = m.RunFunction(2, first.ordinal, rows.ids.tolist(), [])
+    link.to_worker.append(m.encode(again))
+    worker.turn()
+    worker.close()
+    said = [m.decode_to_controller(body) for body in link.to_controller]
+    assert [one.task for one in said if isinstance(one, m.TaskDone)] == [1]
+    assert [one.task for one in said if isinstance(one, m.Finished)] == [0, 2]
+    assert not any(isinstance(one, m.TaskFailed) for one in said)
