@@ -25,6 +25,7 @@ import heapq
 import importlib.util
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -920,12 +921,16 @@ def _own(name: str) -> type[SchedulingPolicy]:
         raise SpecError(f"can't read {file}", now="Give the file that defines the policy.")
     spec.loader = loader = AsItStands(spec.name, file)
     module = importlib.util.module_from_spec(spec)
+    is_new = sys.modules.setdefault(spec.name, module) is module  # Dataclasses look their module up while they are made.
     try:
         loader.exec_module(module)
     except Exception as error:
         raise SpecError(
             f"{file} can't be imported: {type(error).__name__}: {error}", now="Give the file that defines the policy."
         ) from error
+    finally:
+        if is_new:
+            del sys.modules[spec.name]
     found = getattr(module, wanted, None)
     if not (isinstance(found, type) and issubclass(found, SchedulingPolicy)):
         raise SpecError(

@@ -486,7 +486,9 @@ def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> No
     file = f"{tmp_path}/own.py"
     with open(file, "w") as out:
         out.write(
-            "from m2flow.rollout_scheduling.policy import SchedulingPolicy\n\n\nclass Last(SchedulingPolicy):\n    name = 'last'\n\n"
+            "from __future__ import annotations\n\nfrom dataclasses import dataclass\n\n"
+            "from m2flow.rollout_scheduling.policy import SchedulingPolicy\n\n\n"
+            "@dataclass\nclass Place:\n    row: int\n\n\nclass Last(SchedulingPolicy):\n    name = 'last'\n\n"
             "    def begin(self, seen):\n        self.seen = seen\n\n"
             "    def next_sample(self, instance):\n        return max(self.seen.waiting, default=None)\n"
         )

@@ -329,6 +329,8 @@ class Functions:
         is_for_threads = call_semantics.gives(call) != "concat" and call.options.get("style") != "columns"
         if runs is None or not is_for_threads or call.granularity is not Granularity.SAMPLE:
             return
+        if any(one.reads or one.writes for one in (runs.call, call)):
+            return  # A role's state is this worker's to look at between two calls.
         following = self._prepared(call, values)
 
         def prepare(result: object) -> Mapping[str, object]:
