@@ -145,13 +145,15 @@ class Peer(Endpoint):
         if self._has_ended:
             raise ChannelClosed(f"the channel to {self.address} was ended")
         deadline: float | None = None
-        if self._is_gone or time.monotonic() >= self._looked_at + _LOOK_S:
-            self.require_alive()
+        # Until something was taken, each time: an end before that does not count, and must have been heard by then.
+        is_due = self._is_gone or not self._has_taken or time.monotonic() >= self._looked_at + _LOOK_S
         while True:
+            if is_due:
+                self.require_alive()
             if _send_now(socket, frames):
                 self._has_taken = True
                 return
-            self.require_alive()
+            is_due = True
             start = time.monotonic()
             deadline = start + timeout_s if deadline is None else deadline
             if start >= deadline:
