@@ -19,8 +19,8 @@ Reports (`Reports`). The next task of a chain of calls needs only the rows of th
 `Finished` take as long as a small function. So these wait until the next task has begun, or until none can begin at once. An error in
 them fails the task that they are about.
 
-Chains on one row. While a function runs on a row, the next task is named to the function engine (`_look_ahead`) if all that it needs is here
-or comes of that row. The function's thread then goes on with it, and the worker finishes it as the next task of the queue.
+Chains on one row. While a function runs on a row, the next task is named to the function engine (`_look_ahead`) if all that it needs is
+here or comes of that row. The function's thread then goes on with it, and the worker finishes it as the next task of the queue.
 
 Progress log (`ProgressLog`). What `m2flow.micro.controller.journal_records` reads after the process was killed:
 
