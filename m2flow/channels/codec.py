@@ -61,6 +61,8 @@ _ALIGNMENT = 8
 _PADDING = [bytes(-left % _ALIGNMENT) for left in range(_ALIGNMENT)]
 _ONE_FRAME = (1 << 63) - 1
 _INT64, _BOOL = DTYPES["int64"], DTYPES["bool"]
+_SMALL_BYTES = 2048
+"""Up to this size, a copy of an array's bytes costs less than a view of them."""
 _FEW_BYTES = 16 * 1024
 """Up to this size, `bytes.translate` is faster than a numpy reduction."""
 _FEW_ROWS = 8
@@ -69,12 +71,9 @@ _FEW_ROWS = 8
 assert sys.byteorder == "little", "the wire format is little-endian, and arrays are viewed in place"
 
 
-class _ColumnHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    name: str
-    kind: Literal["dense", "numbers", "text", "json"]
-    dtype: Dtype
-    shape: tuple[int, ...]
-    """Shape of the values."""
+_Kind = Literal["dense", "numbers", "text", "json"]
+_ColumnHeader = tuple[str, _Kind, Dtype, tuple[int, ...]]
+"""Name, kind, type, and the shape of the values. A plain tuple, since each parcel has one for each of its columns."""
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -134,15 +133,15 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
     num_rows, take, only_row = header.num_rows, arrays.take, arrays.only_row
     ids = take(_INT64, (num_rows,), "ids")
     columns: dict[str, Column] = {}
-    for column in header.columns:
-        name, kind, shape, dtype = column.name, column.kind, column.shape, DTYPES[column.dtype]
+    for name, kind, dtype_name, shape in header.columns:
+        dtype = DTYPES[dtype_name]
         if kind == "dense":
             if shape[:1] != (num_rows,):
                 raise DecodeError(f"column {name!r}: shape {shape} in a batch of {num_rows} rows")
             columns[name] = values = take(dtype, shape, name)
         else:
-            if kind != "numbers" and (column.dtype != "uint8" or len(shape) != 1):
-                raise DecodeError(f"column {name!r}: {kind} of type {column.dtype} {shape}")
+            if kind != "numbers" and (dtype_name != "uint8" or len(shape) != 1):
+                raise DecodeError(f"column {name!r}: {kind} of type {dtype_name} {shape}")
             found = only_row(dtype, shape) if num_rows == len(shape) == 1 else None
             if found is None:
                 offsets = cast("npt.NDArray[np.int64]", take(_INT64, (num_rows + 1,), name))
@@ -156,7 +155,7 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
             _check_booleans(values, name)
     arrays.finish()
     if len(columns) != len(header.columns):
-        names = [column.name for column in header.columns]
+        names = [column[0] for column in header.columns]
         raise DecodeError(f"column {next(name for name in names if names.count(name) > 1)!r} comes twice")
     return Parcel(header.call, Batch(cast("npt.NDArray[np.int64]", ids), columns), header.sender)
 
@@ -174,29 +173,28 @@ def decode_batch(data: Buffer) -> Batch:
 def _encode(parcel: Parcel, inline_bytes: int) -> list[bytes | memoryview]:
     batch = parcel.batch
     arrays = [_travelling(batch.ids, "ids")]
-    headers = []
+    columns: list[_ColumnHeader] = []
     for name, column in batch.columns.items():
-        if isinstance(column, Ragged):
-            offsets, values = column.offsets, _travelling(column.values, name)
+        if type(column) is Ragged:
+            offsets, values, kind = column.offsets, _travelling(column.values, name), column.kind
             if offsets.dtype != _INT64 or offsets.item(0) != 0 or offsets.item(-1) != len(values):
                 raise ChannelError(f"column {name!r} has offsets that do not fit its values")
-            arrays.append(offsets if offsets.flags.c_contiguous else np.ascontiguousarray(offsets))
+            arrays += (offsets if offsets.flags.c_contiguous else np.ascontiguousarray(offsets), values)
+            columns.append((name, kind, _NAMES[values.dtype], values.shape))
         else:
-            values = _travelling(column, name)
-        arrays.append(values)
-        kind = column.kind if isinstance(column, Ragged) else "dense"
-        headers.append(_ColumnHeader(name, kind, _NAMES[values.dtype], values.shape))
-    header = _header_encoder.encode(_Header(parcel.call, parcel.sender, len(batch), inline_bytes, tuple(headers)))
+            arrays.append(values := _travelling(cast("npt.NDArray[np.generic]", column), name))
+            columns.append((name, "dense", _NAMES[values.dtype], values.shape))
+    header = _header_encoder.encode(_Header(parcel.call, parcel.sender, len(batch), inline_bytes, tuple(columns)))
     if len(header) > MAX_HEADER_BYTES:
-        raise ChannelError(f"{len(headers)} columns need a header of {len(header):,} bytes; at most {MAX_HEADER_BYTES:,} travel")
-    head: list[Buffer] = [_PREFIX.pack(_MAGIC, FORMAT, len(header)), header, bytes(-len(header) % _ALIGNMENT)]
+        raise ChannelError(f"{len(columns)} columns need a header of {len(header):,} bytes; at most {MAX_HEADER_BYTES:,} travel")
+    head: list[Buffer] = [_PREFIX.pack(_MAGIC, FORMAT, len(header)), header, _PADDING[len(header) % _ALIGNMENT]]
     large: list[bytes | memoryview] = []
     for array in arrays:
         num_bytes = array.nbytes
         if num_bytes > inline_bytes:
             large.append(array.data.cast("B"))
         elif num_bytes:
-            head.append(array.data)
+            head.append(array.tobytes() if num_bytes <= _SMALL_BYTES else array.data)
             if num_bytes % _ALIGNMENT:
                 head.append(_PADDING[num_bytes % _ALIGNMENT])
     return [b"".join(head), *large]
@@ -254,6 +252,8 @@ class _ArrayReader:
             if num_bytes > self._size - start:
                 raise DecodeError(f"column {name!r}: {num_bytes:,} bytes by its shape, {max(self._size - start, 0):,} left in the frame")
             self._next = start + num_bytes + -num_bytes % _ALIGNMENT
+            if len(shape) == 1:
+                return np.frombuffer(self._head, dtype, shape[0], start)  # Half the time of `np.ndarray`.
             return np.ndarray(shape, dtype, self._head, start)
         if num_bytes == 0:
             empty = np.zeros(shape, dtype)
@@ -273,8 +273,8 @@ class _ArrayReader:
             return None
         self._next = end + -end % _ALIGNMENT
         if self._num_values != num_values:
-            self._num_values, self._offsets = num_values, np.ndarray((2,), _INT64, self._head, start)
-        return self._offsets, np.ndarray(shape, dtype, self._head, start + 16)
+            self._num_values, self._offsets = num_values, np.frombuffer(self._head, _INT64, 2, start)
+        return self._offsets, np.frombuffer(self._head, dtype, num_values, start + 16)
 
     def _next_frame(self, num_bytes: int, name: str) -> memoryview:
         """The next large column, joined from its pieces. They have arrived already, so a forged size allocates nothing."""

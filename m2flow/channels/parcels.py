@@ -111,10 +111,14 @@ def _is_open(descriptor: int, inode: int, patience_s: float) -> bool:
 
 # ---- one peer of an outbox
 
-COPY_BELOW_BYTES = 64 * 1024
-"""Below this, handing a frame to ZeroMQ without a copy costs more than the copy."""
+SEND_COPY_BELOW_BYTES = 128 * 1024
+"""Below this, handing a frame to ZeroMQ without a copy costs more than the copy: another thread hears when it may be freed."""
+RECEIVE_COPY_BELOW_BYTES = 64 * 1024
+"""Below this, keeping a frame in ZeroMQ's buffer costs more than a copy."""
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 """As a number: a member of an enumeration takes a microsecond each time."""
+_LOOK_S = 0.01
+"""Period of looking whether a peer is gone: well below the 100 ms after which ZeroMQ connects to its address again."""
 END = b"m2e"
 """Begins the frame that says that a sender has ended; its name follows."""
 
@@ -128,6 +132,7 @@ class Peer(Endpoint):
         self.address = address
         self.senders: set[str] = set()
         self._has_taken = self._is_gone = self._has_ended = False
+        self._looked_at = 0.0
         socket = self._create(zmq.PUSH, max_parcels)
         # Queue only for a peer that is there: what is queued for one that never comes would be lost without a word.
         socket.immediate = True
@@ -140,11 +145,15 @@ class Peer(Endpoint):
         if self._has_ended:
             raise ChannelClosed(f"the channel to {self.address} was ended")
         deadline: float | None = None
+        # Until something was taken, each time: an end before that does not count, and must have been heard by then.
+        is_due = self._is_gone or not self._has_taken or time.monotonic() >= self._looked_at + _LOOK_S
         while True:
-            self.require_alive()
+            if is_due:
+                self.require_alive()
             if _send_now(socket, frames):
                 self._has_taken = True
                 return
+            is_due = True
             start = time.monotonic()
             deadline = start + timeout_s if deadline is None else deadline
             if start >= deadline:
@@ -154,6 +163,7 @@ class Peer(Endpoint):
 
     def require_alive(self) -> None:
         """Raise BrokenChannel if the peer is gone. ZeroMQ would reconnect, to what can't be the same inbox any more."""
+        self._looked_at = time.monotonic()
         has_ended = bool(self._ended_connections())  # Before anything was taken it may have been turned away, or not be there yet.
         self._is_gone = self._is_gone or (has_ended and self._has_taken)
         if self._is_gone:
@@ -195,8 +205,8 @@ def _send_now(socket: Socket, frames: Sequence[bytes | memoryview]) -> bool:
     """Send a message if that is possible without waiting; whether it was."""
     try:
         for frame in frames[:-1]:
-            socket.send(frame, _MORE, copy=len(frame) < COPY_BELOW_BYTES)
-        socket.send(frames[-1], NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
+            socket.send(frame, _MORE, copy=len(frame) < SEND_COPY_BELOW_BYTES)
+        socket.send(frames[-1], NOBLOCK, copy=len(frames[-1]) < SEND_COPY_BELOW_BYTES)
     except zmq.Again:  # ZeroMQ has rolled back the frames that went before: the whole message goes again.
         return False
     return True
@@ -217,6 +227,8 @@ _RECHECK_S = 0.05
 """Period of checking suspect connections again."""
 _DEATH_GRACE_S = 5.0
 """A process that dies loses its sockets all at once, but not in one moment."""
+_MANY = 4
+"""Messages of one `receive` after which another one is probably here as well."""
 _MAX_NAME_BYTES = 1024
 _MAX_BYTES_AT_ONCE = 16 << 20
 """Returned by one `receive`: more would leave the processor's cache, and need memory that the system has to clear first."""
@@ -277,9 +289,10 @@ class ZmqInbox(Endpoint, Inbox):
 
     def _take(self, socket: Socket, parcels: list[Parcel]) -> None:
         """Append parcels that are here. There may be none though the socket is readable: a refused peer makes it so, too."""
-        num_bytes = 0
+        num_bytes = num_messages = 0
         while len(parcels) < MAX_MESSAGES_AT_ONCE and num_bytes < _MAX_BYTES_AT_ONCE:
-            frames, connection = _receive_frames(socket)
+            frames, connection = _receive_frames(socket, are_many=num_messages >= _MANY)
+            num_messages += 1
             if not frames:
                 return
             try:
@@ -299,11 +312,12 @@ class ZmqInbox(Endpoint, Inbox):
             raise DecodeError(f"a message of more than {MAX_FRAMES:,} frames")
         if connection == _UNKNOWN:
             raise DecodeError(f"a message of {num_frame_bytes(frames):,} bytes from a peer that speaks a protocol older than ZeroMQ 3")
-        kind = bytes(frames[0][:3])
+        first = frames[0]
+        kind = first[:3] if type(first) is bytes else bytes(first[:3])
         if kind == END:
             self._ended(frames)
             return None, 0
-        num_bytes = num_frame_bytes(frames)
+        num_bytes = len(first) if len(frames) == 1 else num_frame_bytes(frames)
         if kind == _LOAN:
             loan = _loan_of(frames[0])
             try:
@@ -532,21 +546,22 @@ class ZmqOutbox(Outbox):
         return peer
 
 
-def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
+def _receive_frames(socket: Socket, *, are_many: bool = False) -> tuple[list[bytes | memoryview], int]:
     """The frames of the next message, or none, and its connection. Small frames are copied, since in ZeroMQ's own buffer they
-    may lie at any address. Of a message with too many, one frame beyond the bound is kept."""
-    if not has_come(socket):
+    may lie at any address. Of a message with too many, one frame beyond the bound is kept. `are_many`: it does not ask first whether one
+    has come, which takes a call of the system."""
+    if not are_many and not has_come(socket):
         return [], _UNKNOWN
     try:
         received = socket.recv(NOBLOCK, copy=False)
     except zmq.Again:  # Whoever is turned away makes a socket readable, too.
         return [], _UNKNOWN
     connection = _connection_of(received)
-    frames = [received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer]
+    frames = [received.bytes if len(received) < RECEIVE_COPY_BELOW_BYTES else received.buffer]
     while received.more:
         received = socket.recv(NOBLOCK, copy=False)  # A message is here as a whole, or not at all.
         if len(frames) <= MAX_FRAMES:
-            frames.append(received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer)
+            frames.append(received.bytes if len(received) < RECEIVE_COPY_BELOW_BYTES else received.buffer)
     return frames, connection
 
 

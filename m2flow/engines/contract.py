@@ -950,6 +950,18 @@ OnFailure = Callable[[Sample | list[Sample], Failure, OpError], object]
 """What counts as the result of a unit that failed."""
 
 
+@dataclass
+class Ahead:
+    """The call that may follow one of a single unit: the thread that ran this unit begins the next one without waiting for the caller."""
+
+    prepare: Callable[[object], Mapping[str, Any] | None] | None = None
+    """Makes of the unit's result the next call's arguments of `FunctionEngine.call`, on the unit's thread. Set while the unit runs."""
+    finish: Callable[..., Sequence[object]] | None = None
+    """Once the next call has begun: does the rest, given `on_done`, `meanwhile`, `on_failure`, `ahead`. Call this or `drop`."""
+    drop: Callable[[], None] | None = None
+    """Leaves the next call alone: nobody wants its result."""
+
+
 class FunctionEngine(Engine):
     """Runs users' Python functions on whole units of their granularity."""
 
@@ -967,6 +979,7 @@ class FunctionEngine(Engine):
         meanwhile: Callable[[], None] | None = None,
         isolation: Isolation | None = None,
         on_failure: OnFailure | None = None,
+        ahead: Ahead | None = None,
     ) -> Sequence[object]:
         """One result a unit (sample, group, mini-batch or batch), in order of identity.
 
@@ -977,22 +990,10 @@ class FunctionEngine(Engine):
             meanwhile: what the caller has to do besides; called when the first unit has begun, and again while units run, ever more seldom.
             isolation: None: the function must run in this process.
             on_failure: gives the result of a unit that fails; without it the first failure is raised.
+            ahead: what may follow the call's only unit at once, if the engine has threads.
         Raises:
             OpError: the function raises, takes longer than `timeout_s` for one unit, or ends its process; the sample is named.
         """
-
-
-def unit_bounds(batch: Batch, granularity: str, size: int | None = None) -> list[tuple[int, int]]:
-    """Row ranges [start, end) of units larger than a sample. The batch must be in order of identity, its mini-batches whole."""
-    if granularity == "batch":
-        return [(0, len(batch))]
-    bounds = batch.group_bounds()
-    if granularity == "group":
-        return bounds
-    if granularity == "minibatch" and size is not None:
-        parts = [bounds[i : i + size] for i in range(0, len(bounds), size)]
-        return [(part[0][0], part[-1][1]) for part in parts]
-    raise EngineError(f"a function's granularity is sample, group, minibatch or batch, not {granularity!r}")
 
 
 RolloutFactory = Callable[[Model, EngineSettings], RolloutEngine]

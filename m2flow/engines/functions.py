@@ -14,7 +14,8 @@ A unit runs in one of three ways, which give the same results:
   A function that turns out to need a main thread, as signal handlers do, runs in this way from then on, if it may be isolated.
 
 A thread that has run a unit takes the next one by itself: handing over takes longer than many a reward. Who called the engine reads
-the results meanwhile, and keeps the time.
+the results meanwhile, and keeps the time. In the same way it goes on from the only unit of a call to that of the next one (`Ahead`), of
+which the caller hears when it finishes that call.
 
 A unit that takes longer than `patience_s` does not count against `concurrency`, unless units have to run in turn.
 """
@@ -41,7 +42,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
-from m2flow.engines.contract import EngineSettings, Failure, FunctionEngine, Isolation, OnDone, OnFailure, unit_bounds
+from m2flow.engines.contract import Ahead, EngineSettings, Failure, FunctionEngine, Isolation, OnDone, OnFailure
 from m2flow.engines.process_pool import ChildDied, ChildTimedOut, ProcessPool, Task
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, OpError, error_from_record
@@ -142,7 +143,24 @@ class PythonFunctions(FunctionEngine):
         meanwhile: Callable[[], None] | None = None,
         isolation: Isolation | None = None,
         on_failure: OnFailure | None = None,
+        ahead: Ahead | None = None,
     ) -> Sequence[object]:
+        call = self._call_run(
+            function, batch, granularity=granularity, timeout_s=timeout_s, size=size, in_turn=in_turn, isolation=isolation
+        )
+        return call.finish(on_done, meanwhile, on_failure, ahead)
+
+    def _call_run(
+        self,
+        function: Callable[..., object],
+        batch: Batch,
+        *,
+        granularity: str,
+        timeout_s: float | None,
+        size: int | None = None,
+        in_turn: bool = False,
+        isolation: Isolation | None = None,
+    ) -> _CallRun:
         concurrency = 1 if in_turn else int(str(self._settings.options.get("concurrency", 1)))
         patience_s = float("inf") if in_turn else float(str(self._settings.options.get("patience_s", PATIENCE_S)))
         here = _InProcess(function, timeout_s, self._loop)
@@ -151,10 +169,17 @@ class PythonFunctions(FunctionEngine):
             self._pool = self._pool or ProcessPool(preload=(__name__, *isolation.preload))
             there = _InChildProcess(function, timeout_s, isolation, self._pool)
         round_ = _CallRun(
-            units_of(batch.in_order().frozen(), granularity, size), here, there, self._on_main_thread, concurrency, patience_s, self._idle
+            units_of(batch.in_order().frozen(), granularity, size),
+            here,
+            there,
+            self._on_main_thread,
+            concurrency,
+            patience_s,
+            self._idle,
+            self._call_run,
         )
         round_.is_isolated = isolation is not None and (isolation.is_wanted or _name(function) in self._on_main_thread)
-        return round_.run(on_done, meanwhile, on_failure)
+        return round_
 
 
 @final
@@ -245,6 +270,7 @@ class _CallRun:
         concurrency: int,
         patience_s: float,
         idle: list[_WorkerThread],
+        engine_call: Callable[..., _CallRun],
     ) -> None:
         self._units = units
         self._waiting = deque(units)
@@ -254,6 +280,8 @@ class _CallRun:
         self._concurrency = concurrency
         self._patience_s = patience_s
         self._idle = idle
+        self._engine_call = engine_call
+        """Makes a call of the same engine."""
         self.is_isolated = False
         """Units that begin from now on run in a child process."""
         self._lock = threading.Lock()
@@ -269,15 +297,31 @@ class _CallRun:
         self._errors: dict[int, OpError] = {}
         self._has_failed = False
         """A unit has failed, and nobody has said that this is no failure of the call."""
+        self._ahead: Ahead | None = None
 
-    def run(self, on_done: OnDone | None, meanwhile: Callable[[], None] | None, on_failure: OnFailure | None) -> list[object]:
+    def finish(
+        self, on_done: OnDone | None, meanwhile: Callable[[], None] | None, on_failure: OnFailure | None, ahead: Ahead | None
+    ) -> list[object]:
+        self._ahead = ahead if len(self._units) == 1 else None
         try:
             return self._run(on_done, meanwhile, on_failure)
         except BaseException:
-            self._break_off()
+            self.drop()
             raise
 
-    def _break_off(self) -> None:
+    @property
+    def may_begin_ahead(self) -> bool:
+        """Whether it has one unit, for a thread of this process."""
+        return len(self._units) == 1 and not self.is_isolated
+
+    def begin_on(self, worker: _WorkerThread) -> _Work:
+        """Begin the only unit on a thread that has just run another call's."""
+        with self._lock:
+            unit = self._waiting.popleft()
+            self._has_begun(unit, worker, is_timed=True)
+        return functools.partial(self._work, self._here, unit, worker)
+
+    def drop(self) -> None:
         """Begin no more units: who called has left. Those that run come to their end, and so do their threads then."""
         with self._lock:
             self._waiting.clear()
@@ -357,8 +401,9 @@ class _CallRun:
         self._patience[unit.position] = now + self._patience_s
         self._workers[unit.position] = worker
 
-    def _work(self, where: _InProcess | _InChildProcess, unit: Unit, worker: _WorkerThread) -> None:
-        """Run a unit, and then one after the other of those that wait. On the worker's thread."""
+    def _work(self, where: _InProcess | _InChildProcess, unit: Unit, worker: _WorkerThread) -> _Work | None:
+        """Run a unit, and then one after the other of those that wait; return the work of the next call, if one follows at once. On the
+        worker's thread."""
         process, following = os.getpid(), unit
         self._begun.put(None)
         while True:
@@ -378,7 +423,25 @@ class _CallRun:
                 following = self._waiting.popleft()
                 self._has_begun(following, worker, is_timed=True)
             self._outcomes.put(outcome._replace(is_last=False))
-        self._outcomes.put(outcome)
+        following_call = self._begin_ahead(outcome, worker) if may_go_on else None
+        self._outcomes.put(outcome._replace(is_last=following_call is None))
+        return following_call
+
+    def _begin_ahead(self, outcome: _Outcome, worker: _WorkerThread) -> _Work | None:
+        """Begin the call that follows; what the worker's thread is to do for it."""
+        ahead = self._ahead
+        prepare = ahead.prepare if ahead is not None else None
+        if ahead is None or prepare is None:
+            return None
+        try:
+            arguments = prepare(outcome.result)
+            following_call = self._engine_call(**arguments) if arguments is not None else None
+        except Exception:
+            return None  # The caller will prepare it, too, and meet the error where it belongs.
+        if following_call is None or not following_call.may_begin_ahead:
+            return None
+        ahead.finish, ahead.drop = following_call.finish, following_call.drop
+        return following_call.begin_on(worker)
 
     def _ended(self, unit: Unit) -> _WorkerThread:
         """A unit runs no more; its worker thread. The lock is held."""
@@ -439,11 +502,15 @@ def _next_slow(patience: Mapping[int, float]) -> float:
     return min((until for until in patience.values() if until > now), default=float("inf"))
 
 
+_Work = Callable[[], Any]
+"""What a thread does; gives what it does next without being told, if there is something."""
+
+
 class _WorkerThread:
     """A thread that runs units until it is dismissed."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self.awaited: concurrent.futures.Future[_Outcome] | None = None
         """What it waits for on the event loop."""
         self.is_abandoned = False
@@ -452,7 +519,7 @@ class _WorkerThread:
         self._thread = threading.Thread(target=self._serve, name="m2flow-function", daemon=True)
         self._thread.start()
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: _Work) -> None:
         self._work.put(work)
 
     def take_name(self, unit: Unit) -> None:
@@ -472,8 +539,8 @@ class _WorkerThread:
 
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
-            del work  # While it waits for the next, it holds no samples and no results.
+            while work is not None:
+                work = work()  # So it holds no samples and no results while it waits for the next.
 
 
 @final
@@ -560,11 +627,24 @@ def units_of(batch: Batch, granularity: str, size: int | None) -> list[Unit]:
     names = [str(SampleId.unpack(packed)) for packed in ids]
     if granularity == "sample":
         return [Unit(i, f"sample {name}", ids[i], samples[i]) for i, name in enumerate(names)]
-    bounds = unit_bounds(batch, granularity, size)
+    bounds = _unit_bounds(batch, granularity, size)
     return [
         Unit(i, _span(granularity, names[start:end]), ids[start] if start < end else -1, samples[start:end])
         for i, (start, end) in enumerate(bounds)
     ]
+
+
+def _unit_bounds(batch: Batch, granularity: str, size: int | None = None) -> list[tuple[int, int]]:
+    """Row ranges [start, end) of units larger than a sample. The batch must be in order of identity, its mini-batches whole."""
+    if granularity == "batch":
+        return [(0, len(batch))]
+    bounds = batch.group_bounds()
+    if granularity == "group":
+        return bounds
+    if granularity == "minibatch" and size is not None:
+        parts = [bounds[i : i + size] for i in range(0, len(bounds), size)]
+        return [(part[0][0], part[-1][1]) for part in parts]
+    raise EngineError(f"a function's granularity is sample, group, minibatch or batch, not {granularity!r}")
 
 
 def _span(granularity: str, names: list[str]) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
 from longer_limits import with_longer_limits
 
-from m2flow.engines.contract import EngineSettings
+from m2flow.engines.contract import Ahead, EngineSettings
 from m2flow.engines.functions import PythonFunctions
 from m2flow.errors import EngineError, OpError, error_from_record
 from m2flow.samples import Batch, Ragged, Sample, make_ids
@@ -279,7 +280,7 @@ def test_a_hanging_function_does_not_keep_the_process_alive() -> None:
     program = """
 import threading
 import numpy as np
-from m2flow.engines.contract import EngineSettings
+from m2flow.engines.contract import Ahead, EngineSettings
 from m2flow.engines.functions import PythonFunctions
 from m2flow.errors import OpError
 from m2flow.samples import Batch, make_ids
@@ -364,3 +365,99 @@ def test_an_engine_that_waits_for_its_next_call_holds_nothing_of_the_last() -> N
         assert not any(one() for one in made)
     finally:
         engine.stop()
+
+
+class Chain:
+    """A call of one unit, and a second one that its thread goes on with."""
+
+    def __init__(self, first: Callable[[Sample], object], second: Callable[[Sample], object], num: int = 1, **limits: object) -> None:
+        self.engine = PythonFunctions(EngineSettings())
+        self.engine.start()
+        self.ahead = Ahead()
+        self.named = threading.Event()
+        self.of_first: list[object] = []
+
+        def prepare(result: object) -> Mapping[str, object]:
+            self.of_first.append(result)
+            return {"function": second, "batch": batch(1, num), "granularity": "sample", "timeout_s": None, **limits}
+
+        def name_next() -> None:
+            self.ahead.prepare = prepare
+            self.named.set()
+
+        def first_of_all(sample: Sample) -> object:
+            assert self.named.wait(60)
+            return first(sample)
+
+        self.call = functools.partial(
+            self.engine.call, first_of_all, granularity="sample", timeout_s=None, meanwhile=name_next, ahead=self.ahead
+        )
+
+    def finish(self, on_failure: Callable[..., object] | None = None) -> list[object]:
+        assert self.ahead.finish is not None
+        return list(self.ahead.finish(None, None, on_failure, None))
+
+
+def test_the_thread_of_a_calls_only_unit_goes_on_with_the_next_call_before_its_caller_does():
+    began = threading.Event()
+
+    def second(sample: Sample) -> int:
+        began.set()
+        return threading.get_ident()
+
+    chain = Chain(lambda sample: threading.get_ident(), second)
+    (thread,) = chain.call(batch(1, 1))
+    assert began.wait(60)
+    assert chain.of_first == [thread]
+    assert chain.finish() == [thread]
+    assert chain.engine.call(lambda sample: threading.get_ident(), batch(1, 1), granularity="sample", timeout_s=None) == [thread]
+    chain.engine.stop()
+
+
+def test_the_error_of_a_call_that_followed_is_its_own():
+    chain = Chain(lambda sample: "well", lambda sample: 1 // 0)
+    assert list(chain.call(batch(1, 1))) == ["well"]
+    with pytest.raises(OpError, match="ZeroDivisionError on sample p0/0"):
+        chain.finish()
+    chain = Chain(lambda sample: "well", lambda sample: 1 // 0)
+    chain.call(batch(1, 1))
+    assert chain.finish(lambda sample, how, error: how) == ["raised"]
+
+
+def test_a_call_that_followed_has_its_own_time_limit(gate: threading.Event) -> None:
+    chain = Chain(lambda sample: time.sleep(2 * SHORT_S), lambda sample: gate.wait(), timeout_s=SHORT_S)
+    chain.call(batch(1, 1))
+    with pytest.raises(OpError, match=r"took longer than 0\.05 s"):
+        chain.finish()
+
+
+def test_nothing_follows_a_unit_that_failed_nor_one_of_several():
+    chain = Chain(lambda sample: 1 // 0, lambda sample: None)
+    with pytest.raises(OpError):
+        chain.call(batch(1, 1))
+    assert (chain.of_first, chain.ahead.finish) == ([], None)
+    chain = Chain(lambda sample: None, lambda sample: None)
+    chain.call(batch(1, 2))
+    assert (chain.of_first, chain.ahead.finish) == ([], None)
+    chain = Chain(lambda sample: None, lambda sample: None, num=2)
+    assert list(chain.call(batch(1, 1))) == [None]
+    assert (chain.of_first, chain.ahead.finish) == ([None], None)
+
+
+def test_a_next_call_that_can_not_be_made_is_left_to_the_caller():
+    chain = Chain(lambda sample: "well", lambda sample: None, granularity="none such")
+    assert list(chain.call(batch(1, 1))) == ["well"]
+    assert (chain.of_first, chain.ahead.finish) == (["well"], None)
+
+
+def test_the_thread_of_a_call_that_followed_and_was_dropped_ends(threads_before: set[threading.Thread], gate: threading.Event) -> None:
+    chain = Chain(lambda sample: threading.current_thread(), lambda sample: gate.wait())
+    (thread,) = chain.call(batch(1, 1))
+    assert isinstance(thread, threading.Thread)
+    assert chain.ahead.drop is not None
+    chain.ahead.drop()
+    assert chain.engine.call(lambda sample: sample.text, batch(1, 1), granularity="sample", timeout_s=None) == ["t0"]
+    gate.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    chain.engine.stop()

@@ -46,7 +46,7 @@ from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of, window
 from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of, worker_of
 from m2flow.micro.records.checkpoints import PartWriter, seal
-from m2flow.micro.worker.function_tasks import Functions, Leave
+from m2flow.micro.worker.function_tasks import BegunCall, Functions, Leave
 from m2flow.micro.worker.out_of_memory import MiniBatches, accounted, peak_bytes
 from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
 from m2flow.micro.worker.telemetry import ChannelCounts, SampleSpans
@@ -642,6 +642,8 @@ class EngineHost:
         meanwhile: Callable[[], None] | None = None,
         *,
         is_suspect: bool = False,
+        begun: BegunCall | None = None,
+        may_follow: bool = False,
     ) -> Batch | object:
         """A function's rows, or its value if it gives one for all; a model's log-probabilities.
 
@@ -652,6 +654,8 @@ class EngineHost:
                 those that are returned.
             meanwhile: is called when a user's function has begun, and runs on a thread of its own; of others before they begin.
             is_suspect: a worker was lost while it ran this function, which runs in processes of its own now, if it may.
+            begun: the call itself, if its function runs already (`Functions.begun_ahead`).
+            may_follow: whether `meanwhile` may name a call that follows at once (`Functions.look_ahead`).
         """
         if call.engine == "train":
             samples = inputs["samples"].in_order()
@@ -663,7 +667,12 @@ class EngineHost:
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._functions is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
-        return self._functions.run_call(call, inputs, values, leave, meanwhile, is_suspect=is_suspect)
+        return self._functions.run_call(call, inputs, values, leave, meanwhile, is_suspect=is_suspect, begun=begun, may_follow=may_follow)
+
+    @property
+    def functions(self) -> Functions | None:
+        """What runs users' functions here; None: nothing does."""
+        return self._functions
 
     # Training
 

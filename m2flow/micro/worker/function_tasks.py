@@ -23,11 +23,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import final
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import numpy as np
 
-from m2flow.engines.contract import Failure, FunctionEngine, Isolation
+from m2flow.engines.contract import Ahead, Failure, FunctionEngine, Isolation
 from m2flow.errors import InternalError, OpError
 from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call, Granularity
@@ -90,15 +91,19 @@ _ATOMS = (str, int, float, bool, bytes, type(None), Snapshot)
 class Arguments:
     """Called as an engine calls a function: with a `Sample`, or a list of them."""
 
-    def __init__(
-        self, call: Call, function: Callable[..., object], inputs: Mapping[str, Batch], values: Mapping[str, object], run_seed: int
-    ) -> None:
+    def __init__(self, call: Call, function: Callable[..., object], values: Mapping[str, object], run_seed: int) -> None:
         self.__name__ = getattr(function, "__name__", call.name)
         self.__qualname__ = getattr(function, "__qualname__", self.__name__)
         self._call = call
         self._function = function
         self._values = values
         self._run_seed = run_seed
+        found = call.options["arguments"]
+        assert isinstance(found, tuple)
+        self._arguments: tuple[Argument, ...] = found
+
+    def with_rows(self, inputs: Mapping[str, Batch]) -> Arguments:
+        """Take the rows of each input, before the first call; returns itself."""
         first = next(iter(inputs.values()), Batch(np.zeros(0, np.int64)))
         base = first.in_order().frozen()
         self.rows = base
@@ -107,9 +112,7 @@ class Arguments:
             name: other.select(base.ids).frozen() if len(base) and other is not first else base for name, other in inputs.items()
         }
         self._place = {packed: row for row, packed in enumerate(base.ids.tolist())}
-        found = call.options["arguments"]
-        assert isinstance(found, tuple)
-        self._arguments: tuple[Argument, ...] = found
+        return self
 
     def __call__(self, unit: Sample | list[Sample]) -> object:
         args = [self._argument(argument, unit) for argument in self._arguments if not argument.is_keyword]
@@ -225,6 +228,47 @@ class Instances:
             return self._made[key]
 
 
+@dataclass(eq=False)
+class _PreparedCall:
+    """A call's task, ready for the engine."""
+
+    call: Call
+    arguments: Arguments | None
+    how: dict[str, Any]
+    """Arguments of `FunctionEngine.call`."""
+    took_ns: list[int]
+    """How long each unit took, in the order of their ends."""
+    rows: Batch = field(default_factory=lambda: Batch(np.zeros(0, np.int64)))
+    ahead: Ahead = field(default_factory=Ahead)
+    following: _PreparedCall | None = None
+    """The call that `ahead` has made, on the unit's thread."""
+
+    def with_rows(self, rows: Batch, inputs: Mapping[str, Batch]) -> _PreparedCall:
+        """Take the rows that say which samples the call works on, and those of each input; returns itself."""
+        if self.arguments is not None:
+            rows = self.arguments.with_rows(inputs).rows
+        elif self.call.is_aligned and self.call.granularity is Granularity.SAMPLE:
+            rows = rows.in_order()
+        self.rows = self.how["batch"] = rows
+        return self
+
+    @property
+    def is_of_one_sample(self) -> bool:
+        """Whether it gives a row for the only sample that it has."""
+        call = self.call
+        return len(self.rows) == 1 and call.is_aligned and call.granularity is Granularity.SAMPLE and call_semantics.gives(call) == "column"
+
+
+@dataclass(frozen=True)
+class BegunCall:
+    """A call whose only unit has begun (`Functions.begun_ahead`)."""
+
+    call: _PreparedCall
+    finish: Callable[..., Sequence[object]]
+    drop: Callable[[], None]
+    """To be called if nobody will run it to its end."""
+
+
 _MOST_SHOWN = 3
 """Failures of one role that are printed with traceback, where they do not end the run."""
 
@@ -241,6 +285,8 @@ class Functions:
         self._recorder = recorder
         self._instances = Instances()
         self._num_shown: Counter[str] = Counter()
+        self._runs: _PreparedCall | None = None
+        """The call that runs, if another one may follow at once."""
 
     def run_call(
         self,
@@ -251,10 +297,11 @@ class Functions:
         meanwhile: Callable[[], None] | None = None,
         *,
         is_suspect: bool = False,
+        begun: BegunCall | None = None,
+        may_follow: bool = False,
     ) -> Batch | object:
         """Run a call's task; see `m2flow.micro.worker.engine_host.EngineHost.run_call`."""
-        is_sorted = "arguments" in call.options
-        rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else call_semantics.function_input(call, inputs)
+        rows = self._input_rows(call, inputs)
         with self._recorder.span(
             SpanName.FUNCTION_CALL, **call_semantics.span_attributes(call), num_samples=len(rows), samples=rows.ids.tolist()
         ) as span:
@@ -264,50 +311,95 @@ class Functions:
                 if meanwhile is not None:
                     meanwhile()
                 return call_semantics.columns_result(call, inputs, rows, call_semantics.function_of(call)(rows, values))
-            took_ns: list[int] = []
-            result = self._by_unit(call, rows, inputs, values, took_ns, leave, meanwhile, is_suspect)
-            span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
+            prepared = begun.call if begun is not None else self._prepared(call, values, is_suspect=is_suspect).with_rows(rows, inputs)
+            self._runs = prepared if may_follow and prepared.is_of_one_sample else None
+            result = self._by_unit(prepared, leave, meanwhile, begun)
+            span.set(unit_us=[round(ns / 1e3, 1) for ns in prepared.took_ns])
             if call.method == "score" and isinstance(result, Batch) and "reward" in result and result.ids.tolist() == rows.ids.tolist():
                 span.set(rewards=[round(float(value), 6) for value in np.asarray(result["reward"])])
             return result
 
-    def _by_unit(
-        self,
-        call: Call,
-        rows: Batch,
-        inputs: Mapping[str, Batch],
-        values: Mapping[str, object],
-        took_ns: list[int],
-        leave: Leave | None,
-        meanwhile: Callable[[], None] | None,
-        is_suspect: bool,
-    ) -> Batch | object:
-        """The user's function on one sample, group, mini-batch or batch after the other; appends how long each took."""
+    def look_ahead(self, call: Call, inputs: Mapping[str, Batch | None], values: Mapping[str, object]) -> None:
+        """Let the thread that runs the present call's only sample go on with this call, which is next, without a word to its caller.
+
+        Args:
+            inputs: rows by the input's name, as in `run_call`; None: those that the present call gives.
+        """
+        runs = self._runs
+        is_for_threads = call_semantics.gives(call) != "concat" and call.options.get("style") != "columns"
+        if runs is None or not is_for_threads or call.granularity is not Granularity.SAMPLE:
+            return
+        if any(one.reads or one.writes for one in (runs.call, call)):
+            return  # A role's state is this worker's to look at between two calls.
+        following = self._prepared(call, values)
+
+        def prepare(result: object) -> Mapping[str, object]:
+            given = call_semantics.without_parts(call_semantics.function_rows(runs.call, runs.rows, [result]))[0]
+            rows = {name: given if batch is None else batch for name, batch in inputs.items()}
+            runs.following = following.with_rows(self._input_rows(call, rows), rows)
+            return following.how
+
+        runs.ahead.prepare = prepare
+
+    def look_away(self) -> None:
+        """Withdraw what `look_ahead` has said: the next call may be another one."""
+        if self._runs is not None:
+            self._runs.ahead.prepare = None
+
+    def begun_ahead(self) -> BegunCall | None:
+        """The call that has begun while the last one ended, if any; to be finished by `run_call`, or dropped. Each is returned once."""
+        runs, self._runs = self._runs, None
+        if runs is None or runs.following is None or runs.ahead.finish is None or runs.ahead.drop is None:
+            return None
+        return BegunCall(runs.following, runs.ahead.finish, runs.ahead.drop)
+
+    @staticmethod
+    def _input_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
+        """The rows that say which samples a call works on."""
+        if "arguments" in call.options:
+            return next(iter(inputs.values()), Batch.concat([]))
+        return call_semantics.function_input(call, inputs)
+
+    def _prepared(self, call: Call, values: Mapping[str, object], *, is_suspect: bool = False) -> _PreparedCall:
+        """A call as the engine gets it, but for its rows."""
         timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
         assert timeout_s is None or isinstance(timeout_s, int | float)
         assert size is None or isinstance(size, int)
         function = self._instances.method(call) if "instance" in call.options else call_semantics.function_of(call)
         arguments = None
         if "arguments" in call.options:
-            function = arguments = Arguments(call, function, inputs, values, self._run_seed)
-            rows = arguments.rows
-        stream = None
+            function = arguments = Arguments(call, function, values, self._run_seed)
+        took_ns: list[int] = []
+        how = {
+            "function": call_semantics.checked(call, _in_trace(self._trace, function), took_ns),
+            "granularity": call.granularity.value,
+            "size": size,
+            "timeout_s": timeout_s,
+            "in_turn": bool(call.writes),
+            "isolation": self._isolation(call, arguments, values, is_suspect=is_suspect),
+        }
+        return _PreparedCall(call, arguments, how, took_ns)
+
+    def _by_unit(
+        self, prepared: _PreparedCall, leave: Leave | None, meanwhile: Callable[[], None] | None, begun: BegunCall | None
+    ) -> Batch | object:
+        """The user's function on one sample, group, mini-batch or batch after the other."""
+        call, rows, stream = prepared.call, prepared.rows, None
         if leave is not None and call.is_aligned and call.granularity is Granularity.SAMPLE:
-            rows = rows.in_order()
             stream = StreamedResults(lambda part, results: call_semantics.function_rows(call, part, results), rows, leave)
+        on_done = stream.done if stream is not None else None
+        on_failure = functools.partial(self._counted, call) if call.options.get("on_error") is not None else None
         try:
-            results = self.engine.call(
-                call_semantics.checked(call, _in_trace(self._trace, function), took_ns),
-                rows,
-                granularity=call.granularity.value,
-                size=size,
-                timeout_s=timeout_s,
-                in_turn=bool(call.writes),
-                on_done=stream.done if stream is not None else None,
-                meanwhile=meanwhile,
-                isolation=self._isolation(call, arguments, values, is_suspect=is_suspect),
-                on_failure=functools.partial(self._counted, call) if call.options.get("on_error") is not None else None,
-            )
+            if begun is not None:
+                results = begun.finish(on_done, meanwhile, on_failure, prepared.ahead)
+            else:
+                results = self.engine.call(
+                    **prepared.how,
+                    on_done=on_done,
+                    meanwhile=meanwhile,
+                    on_failure=on_failure,
+                    ahead=prepared.ahead if self._runs else None,
+                )
         except OpError as error:
             raise call_semantics.function_error(call, error) from error
         if not call.is_aligned:
@@ -388,7 +480,7 @@ def _received(body: bytes, run: str, run_seed: int) -> Callable[[_Crossing], obj
         rows, values, is_list = crossed
         called = function
         if not isinstance(rows, Batch):
-            called = arguments = Arguments(call, function, rows, values, run_seed)
+            called = arguments = Arguments(call, function, values, run_seed).with_rows(rows)
             rows = arguments.rows
         samples = list(rows.frozen().rows())
         result = call_semantics.checked(call, _in_trace(trace, called))(samples if is_list else samples[0])

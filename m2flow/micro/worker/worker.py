@@ -19,6 +19,9 @@ Reports (`Reports`). The next task of a chain of calls needs only the rows of th
 `Finished` take as long as a small function. So these wait until the next task has begun, or until none can begin at once. An error in
 them fails the task that they are about.
 
+Chains on one row. While a function runs on a row, the next task is named to the function engine (`_look_ahead`) if all that it needs is
+here or comes of that row. The function's thread then goes on with it, and the worker finishes it as the next task of the queue.
+
 Progress log (`ProgressLog`). What `m2flow.micro.controller.journal_records` reads after the process was killed:
 
     finished samples, stopped ones   -> <worker>.seg              kept with the run
@@ -40,7 +43,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 import msgspec
 import numpy as np
@@ -59,6 +62,7 @@ from m2flow.micro.protocol.worker_state import TURNS_ANSWERED, TURNS_ASKED, RowS
 from m2flow.micro.records.accounting import TokenMeter
 from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scratch_name
 from m2flow.micro.worker.engine_host import EngineHost, Gauges
+from m2flow.micro.worker.function_tasks import BegunCall, Leave
 from m2flow.micro.worker.rank_group import MakeTrain, RankGroupSettings, make_own_train
 from m2flow.micro.worker.task_queue import Answer, TaskQueue, prompts_of
 from m2flow.micro.worker.weight_sync import WeightSettings
@@ -479,6 +483,12 @@ class Worker:
         self.is_in_users_code = False
         """Whether a user's function is being called, whose duration is not the worker's fault."""
         self._reports = Reports(self._attempt)
+        self._runs: m.RunFunction | None = None
+        """The task whose function runs."""
+        self._next_named: int | None = None
+        """The task that the function engine was told of as the next."""
+        self._begun: tuple[int, BegunCall] | None = None
+        """A task that is next in the queue, and whose function runs already."""
         self._may_go_on = False
         """`_reads_meanwhile` at the end of the last turn: nothing that it depends on changes between two turns."""
         self._flushed_ns = 0
@@ -500,6 +510,7 @@ class Worker:
         if not self._may_go_on:
             self._receive()
             self._tasks.read()
+            self._drop_begun_unless_next()
         if self.engine_host.is_generating:
             self._idle_spans.works()
             self._decode()
@@ -694,7 +705,7 @@ class Worker:
                     self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
 
                 start_ns = now_ns()
-                result = engine_host.run_call(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
+                result = self._run_function(task, call, leave)
                 # A deterministic run has the same tasks whatever the time.
                 took_us = 0 if self.settings.deterministic else (now_ns() - start_ns) // 1000
                 if isinstance(result, Batch):
@@ -734,11 +745,69 @@ class Worker:
                 return m.TaskDone(task.number, digest)
         raise InternalError(f"unknown task {type(task).__name__}")
 
+    def _run_function(self, task: m.RunFunction, call: Call, leave: Leave) -> Batch | object:
+        """Run a call on rows. If it has one row, its thread may go on with the next task."""
+        begun, self._begun = self._begun, None
+        assert begun is None or begun[0] == task.number
+        self._runs, self._next_named = task, None
+        try:
+            return self.engine_host.run_call(
+                call,
+                self._inputs(task),
+                task.values,
+                leave,
+                self._meanwhile,
+                is_suspect=task.is_suspect,
+                begun=begun[1] if begun is not None else None,
+                may_follow=len(task.ids) == 1,
+            )
+        finally:
+            self._runs = None
+            self._take_begun()
+
+    def _take_begun(self) -> None:
+        """Remember the next task, if the function's thread has gone on with it."""
+        functions = self.engine_host.functions
+        following = functions.begun_ahead() if functions is not None else None
+        if following is not None and self._next_named is not None:
+            self._begun = self._next_named, following
+
+    def _look_ahead(self) -> None:
+        """While a function runs on one row, tell the engine what its thread can go on with: the next task, if all else that it needs is
+        here. A message that is to be read before that task withdraws this."""
+        functions, runs, task = self.engine_host.functions, self._runs, self._tasks.first
+        if functions is None or runs is None:
+            return
+        if self._tasks.has_heard or self.engine_host.is_generating:
+            functions.look_away()
+            self._next_named = None
+        elif self._next_named is None and isinstance(task, m.RunFunction) and len(task.ids) == 1 and not (task.is_suspect or task.parts):
+            call = self._calls[task.call]
+            inputs = {name: self._row_ahead(task, ref.call, runs) for name, ref in call.inputs if name not in task.values}
+            if call.engine == "function" and all(found is not False for found in inputs.values()):
+                functions.look_ahead(
+                    call, {name: found if isinstance(found, Batch) else None for name, found in inputs.items()}, task.values
+                )
+                self._next_named = task.number
+
+    def _row_ahead(self, task: m.RunFunction, source: int, runs: m.RunFunction) -> Batch | Literal[False] | None:
+        """The row of a call that a task needs; None if what runs gives it; False if it is not here."""
+        if source == runs.call:
+            return None if task.ids == runs.ids else False
+        return self._store.get(source, task.ids) if self._store.has(source, task.ids) else False
+
+    def _drop_begun_unless_next(self) -> None:
+        """Leave a function alone that runs for a task which was aborted."""
+        if self._begun is not None and (self._tasks.first is None or self._tasks.first.number != self._begun[0]):
+            self._begun[1].drop()
+            self._begun = None
+
     def _meanwhile(self) -> None:
         """A function runs: report what was done before it, take in what will be done next, and send what was recorded."""
         self._reports.make()
         self._receive()
         self._tasks.read_during_function()
+        self._look_ahead()
         self.flush_spans(force=False)
 
     def _inputs(self, task: m.RunFunction | m.Accumulate) -> Mapping[str, Batch]:

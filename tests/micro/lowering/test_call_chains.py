@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from named_next import next_is_named, wait_until_next_is_named
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import Lowering, lower
 from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.call_semantics import call_body
 from m2flow.micro.protocol.events import CallAdded, Event, FromWorker, Send, Sourced, WorkerLost
 from m2flow.micro.scheduler.ready_queues import MAX_QUEUED
 from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.worker.function_tasks import BegunCall, Functions
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing.world import run_eager, run_planned
+from m2flow.testing.world import make_worker, run_eager, run_planned
 
 pytest_plugins = ["small_runs"]  # The fixture `quick`.
 pytestmark = pytest.mark.usefixtures("quick")
@@ -241,3 +244,107 @@ def test_what_waits_at_a_worker_that_is_lost_is_done_elsewhere(monkeypatch):
                 assert answer == eager
                 seen += len(found)
             assert seen or program is judged
+
+
+@flow
+def alone(num_steps: int = 2) -> None:
+    rows = Dataset(ROWS)
+    for _ in steps(num_steps):
+        log(mean=(further(patient(rows.take(1))) * 2).mean())
+
+
+@flow
+def alone_and_broken() -> None:
+    log(mean=further(breaks_at_nine(patient(Dataset(ROWS).take(1)))).mean())
+
+
+@op(granularity="sample")
+def patient(sample: Sample) -> int:
+    wait_until_next_is_named()
+    return 9
+
+
+def followed_by(program: Callable[..., object], monkeypatch: pytest.MonkeyPatch, **how: int) -> tuple[list[str], object]:
+    """The calls that began on the thread of the one before, and the run's answer."""
+    found: list[str] = []
+    look_ahead, begun_ahead = Functions.look_ahead, Functions.begun_ahead
+
+    def looked(self: Functions, *next_call: object) -> None:
+        look_ahead(self, *next_call)  # type: ignore[arg-type]
+        next_is_named.set()
+
+    def begun(self: Functions) -> BegunCall | None:
+        following = begun_ahead(self)
+        if following is not None:
+            found.append(following.call.call.name)
+        return following
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Functions, "look_ahead", looked)
+        patch.setattr(Functions, "begun_ahead", begun)
+        answer = run_planned(program, {}, spec_of(), **how)  # type: ignore[arg-type]
+    return found, answer
+
+
+def test_a_chain_of_one_row_goes_on_in_the_functions_own_thread(monkeypatch):
+    eager, seen = run_eager(alone, {}, spec_of()), 0
+    assert eager.error == ""
+    for order_seed in range(4):
+        found, answer = followed_by(alone, monkeypatch, order_seed=order_seed)
+        assert answer == eager
+        seen += found.count("further")
+    assert seen >= 2
+
+
+def test_a_failure_in_the_functions_own_thread_is_that_of_the_call_that_failed(monkeypatch):
+    eager = run_eager(alone_and_broken, {}, spec_of())
+    assert "nine" in eager.error
+    found, answer = followed_by(alone_and_broken, monkeypatch, order_seed=0)
+    assert found[:1] == ["breaks_at_nine"]
+    assert (answer.error, answer.where) == (eager.error, eager.where)
+
+
+def test_a_chain_in_the_functions_own_thread_goes_on_elsewhere_when_its_worker_is_lost(monkeypatch):
+    eager, seen = run_eager(alone, {}, spec_of()), 0
+    for order_seed in range(4):
+        found, answer = followed_by(alone, monkeypatch, order_seed=order_seed, num_losses=2)
+        assert answer == eager
+        seen += len(found)
+    assert seen
+
+
+def test_a_call_that_is_aborted_when_it_runs_already_is_left_alone_and_the_worker_goes_on(tmp_path, monkeypatch):
+    spec = spec_of()
+    graph, models, _ = trace(alone_and_broken, {})
+    plan = lower(graph, models, spec)
+    worker, link, _ = make_worker(
+        plan, plan.worker("functions-0"), models, spec, 0, str(tmp_path), 0, deterministic=False, flush_tokens=1000
+    )
+    worker.open()
+    calls = {call.name: call for call in graph.calls}
+    first, second = calls["patient"], calls["breaks_at_nine"]
+    rows = calls["dataset.take"].options["rows"]
+    worker._store.put(calls["dataset.take"].ordinal, rows)
+    for call in (first, second):
+        link.to_worker.append(m.encode(m.Define(call.ordinal, call_body(call))))
+    for number, call in enumerate((first, second)):
+        link.to_worker.append(m.encode(m.RunFunction(number, call.ordinal, rows.ids.tolist(), [])))
+    begun_ahead, found = Functions.begun_ahead, []
+
+    def begun(self: Functions) -> BegunCall | None:
+        found.append(begun_ahead(self))
+        worker._tasks.hear([m.Abort(second.ordinal)])  # It comes when the first function ends.
+        return found[-1]
+
+    monkeypatch.setattr(Functions, "begun_ahead", begun)
+    worker.turn()
+    assert found[0] is not None
+    monkeypatch.undo()
+    again = m.RunFunction(2, first.ordinal, rows.ids.tolist(), [])
+    link.to_worker.append(m.encode(again))
+    worker.turn()
+    worker.close()
+    said = [m.decode_to_controller(body) for body in link.to_controller]
+    assert [one.task for one in said if isinstance(one, m.TaskDone)] == [1]
+    assert [one.task for one in said if isinstance(one, m.Finished)] == [0, 2]
+    assert not any(isinstance(one, m.TaskFailed) for one in said)
