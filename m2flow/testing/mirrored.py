@@ -9,6 +9,7 @@ and the controller gives all of them the same tasks.
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import shutil
@@ -92,6 +93,9 @@ def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
         try:
             if method == "make":
                 factory, model, settings = arguments
+                if not engines:  # A stop collects garbage, which looks at all that the factory's modules made.
+                    gc.collect()
+                    gc.freeze()
                 engines[number] = factory(model, replace(settings, rank=rank))
             elif method in ("weights", "adapters", "base"):
                 for _ in getattr(engines[number], method)():
