@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_device import share_a_device
 from torch.overrides import TorchFunctionMode
 
 _HERE = torch.device("cpu")
@@ -52,7 +51,6 @@ def pretend() -> None:
     cuda.current_stream = lambda *_: _Done()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    share_a_device()
     dist.all_gather, dist.reduce_scatter = _gathering(dist.all_gather), _reducing(dist.reduce_scatter)
     _OnCpu().__enter__()
     _teach_megatron()

@@ -1,5 +1,8 @@
-"""One device of Gloo's for all groups of a process. Each group has its own otherwise: a thread that wakes a hundred times a second, and that
-is waited for when the group ends. Tests make groups, and end them, by the dozen."""
+"""One device of Gloo's for all groups of a process.
+
+Each has its own otherwise: a thread that wakes a hundred times a second, and that is waited for when the group ends. Tests make groups, and
+end them, by the dozen.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from m2flow.testing.train_suite import PPO, ScalarHeadSuite, TrainEngineSuite, s
 
 @pytest.fixture(scope="module")
 def followers() -> Iterator[Followers]:
-    with followed(int(os.environ["M2FLOW_TEST_RANKS"]) - 1) as found:
+    with followed(int(os.environ["M2FLOW_TEST_RANKS"]) - 1, ("forked_megatron_ranks",)) as found:
         yield found
 
 
