@@ -20,7 +20,6 @@ from m2flow.recipe import Head, Model
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import PPO, ScalarHeadSuite, TrainEngineSuite, samples, started
 
-
 GIVEN = json.loads(os.environ["M2FLOW_TEST_LAYOUT"])
 Layout = dict[str, Any]
 
