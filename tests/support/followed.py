@@ -6,15 +6,12 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 
-from gloo_device import share_a_device
-
 from m2flow.testing.mirrored import Followers
 
 
 @contextlib.contextmanager
 def followed(count: int, loaded: Sequence[str] = ("forked_ranks",)) -> Iterator[Followers]:
     """So many ranks beside this process. Full collections, which some trainers make when they stop, pass over what is there by now."""
-    share_a_device()
     gc.collect()
     gc.freeze()
     found = Followers(count, loaded)
