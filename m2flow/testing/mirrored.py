@@ -8,10 +8,13 @@ and the controller gives all of them the same tasks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,21 +47,27 @@ class Followers:
 
     They are forked from one process, which loads PyTorch when the first is made and stays. They have the environment variables of this
     process as they are when they are made, though what is read when PyTorch is loaded was read then.
+
+    Args:
+        count: how many.
+        loaded: modules that the process which they are forked from loads too, such as the trainer's: once instead of in each. The first
+            followers of a process say which.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, loaded: Sequence[str] = ()) -> None:
         self.count = count
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_LOADED)
-        self._ends: list[Connection] = []
+        context.set_forkserver_preload([*_LOADED, *loaded])
+        environment, self._ends = dict(os.environ), list[Connection]()
         self._processes = []
-        for _ in range(count):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve_rank, args=(theirs, dict(os.environ)), daemon=True)
-            process.start()
-            theirs.close()
-            self._ends.append(mine)
-            self._processes.append(process)
+        with _path_for_others():
+            for _ in range(count):
+                mine, theirs = context.Pipe()
+                process = context.Process(target=_serve_rank, args=(theirs, environment), daemon=True)
+                process.start()
+                theirs.close()
+                self._ends.append(mine)
+                self._processes.append(process)
 
     def tell(self, engine: int, method: str, *arguments: object) -> None:
         for rank, end in enumerate(self._ends, 1):
@@ -78,10 +87,24 @@ class Followers:
             process.join(_PATIENCE_S)
 
 
+@contextlib.contextmanager
+def _path_for_others() -> Iterator[None]:
+    """Processes that start meanwhile find the modules that this one does. Python's process that forks does not tell its own the path."""
+    kept = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if kept is not None:
+            os.environ["PYTHONPATH"] = kept
+
+
 def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
     """Run the process of a rank: make engines, and call their methods as told."""
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # A stop collects garbage, and would look at all that was loaded.
     np.random.seed()  # Or all ranks would draw the same.
     engines: dict[int, TrainEngine] = {}
     while True:
@@ -92,6 +115,9 @@ def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
         try:
             if method == "make":
                 factory, model, settings = arguments
+                if not engines:  # Or what the factory has loaded.
+                    gc.collect()
+                    gc.freeze()
                 engines[number] = factory(model, replace(settings, rank=rank))
             elif method in ("weights", "adapters", "base"):
                 for _ in getattr(engines[number], method)():

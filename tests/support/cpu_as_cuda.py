@@ -19,9 +19,11 @@ class _OnCpu(TorchFunctionMode):  # type: ignore[misc]
     """Makes what is asked of CUDA on the CPU. Tensors say that they are CUDA's, by which optimisers and clipping choose."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
         if function is torch.Tensor.cuda:
             return args[0]
+        if not kwargs and function is not torch.Tensor.type:  # Most; they are thousands a pass.
+            return function(*args)
+        given = dict(kwargs or {})
         if str(given.get("device", "")).startswith("cuda"):
             given["device"] = _HERE
         given.pop("pin_memory", None)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from m2flow.testing.mirrored import Followers
 
 
 @contextlib.contextmanager
-def followed(count: int) -> Iterator[Followers]:
+def followed(count: int, loaded: Sequence[str] = ("forked_ranks",)) -> Iterator[Followers]:
     """So many ranks beside this process. Full collections, which some trainers make when they stop, pass over what is there by now."""
     gc.collect()
     gc.freeze()
-    found = Followers(count)
+    found = Followers(count, loaded)
     yield found
     found.close()
     gc.unfreeze()

@@ -122,6 +122,8 @@ class Ranks:
             dist.init_process_group(backend, rank=self.rank, world_size=self.count, timeout=_WAIT, **where)
         except (RuntimeError, ValueError, OSError) as error:
             sys.excepthook = self._hooks.pop()
+            # torch has counted the group that did not come about, and keys of the store have that number: later ranks would wait for others.
+            dist.distributed_c10d._world.group_count = 0
             raise EngineError(
                 f"rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}",
                 now="The log of the rank that is missing (logs/) says why it did not come.",

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,11 +169,10 @@ class Groups:
 
     @classmethod
     def leave(cls) -> None:
-        """End the groups, when the last trainer of the process closes."""
+        """End the groups, when the last trainer of the process closes; it then collects the library's models, which are in cycles."""
         cls._open.clear()
         core().parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        gc.collect()  # The library's models are in cycles, and hold groups, whose threads go on.
 
     @property
     def is_last_stage(self) -> bool:

@@ -75,9 +75,14 @@ def test_ranks_whose_start_fails_leave_no_group_and_no_thread_to_those_that_star
     assert not dist.is_initialized()
 
 
-def test_ranks_that_did_not_meet_leave_the_hook_for_errors_as_it_was(model: Model, tmp_path: Path) -> None:
+def test_ranks_that_did_not_meet_leave_the_hook_for_errors_as_it_was_and_meet_others_later(
+    model: Model, tmp_path: Path, followers: Followers
+) -> None:
     before = sys.excepthook
     with pytest.raises(EngineError, match="did not meet the others"):
         FsdpTrain(model, EngineSettings(num_ranks=2, rank=1, rendezvous=f"nowhere://{tmp_path}")).start()
     assert sys.excepthook is before
     assert not dist.is_initialized()
+    assert dist.distributed_c10d._world.group_count == 0, "else the next start hangs"
+    with started(Mirrored(FsdpTrain, model, EngineSettings(), followers)) as engine:
+        assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens

@@ -87,6 +87,20 @@ class TestFakeRanks(TrainEngineSuite):
         return Mirrored(FakeRanks, Model("fake"), EngineSettings(), self.followers)
 
 
+class LooksAtWhatIsCollected(FakeRanks):
+    """Refuses to start where a collection would pass over what was loaded: PyTorch and transformers are some 300,000 objects."""
+
+    def start(self) -> None:
+        if (count := len(gc.get_objects())) > 60_000:
+            raise EngineError(f"a collection looks at {count} objects")
+        super().start()
+
+
+def test_collections_of_trainers_that_stop_do_not_look_at_what_their_ranks_had_loaded(followers: Followers) -> None:
+    with started(Mirrored(LooksAtWhatIsCollected, Model("fake"), EngineSettings(), followers)) as engine:
+        assert copied(engine)
+
+
 class TestFsdpHeads(ScalarHeadSuite):
     @pytest.fixture(autouse=True)
     def _take(self, model: Model, followers: Followers) -> None:

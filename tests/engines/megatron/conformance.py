@@ -1,5 +1,6 @@
-"""The suite of train engines, for the trainer `megatron` in one layout. `test_megatron.py` runs it in an interpreter with
-megatron-core, with the layout in the environment: `M2FLOW_TEST_RANKS`, and `M2FLOW_TEST_LAYOUT` as JSON."""
+"""The suite of train engines, for the trainer `megatron` in layouts of as many ranks, whose processes serve all of them.
+`test_megatron.py` runs it in an interpreter with megatron-core, with the layouts in the environment: `M2FLOW_TEST_RANKS`, and
+`M2FLOW_TEST_LAYOUT` as JSON, of one layout or of several."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from followed import followed
@@ -18,30 +20,38 @@ from m2flow.recipe import Head, Model
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import PPO, ScalarHeadSuite, TrainEngineSuite, samples, started
 
+GIVEN = json.loads(os.environ["M2FLOW_TEST_LAYOUT"])
+Layout = dict[str, Any]
+
 
 @pytest.fixture(scope="module")
 def followers() -> Iterator[Followers]:
-    with followed(int(os.environ["M2FLOW_TEST_RANKS"]) - 1) as found:
+    with followed(int(os.environ["M2FLOW_TEST_RANKS"]) - 1, ("forked_megatron_ranks",)) as found:
         yield found
 
 
+@pytest.fixture(scope="module", params=GIVEN if isinstance(GIVEN, list) else [GIVEN], ids=str)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    found: Layout = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    layout = json.loads(os.environ["M2FLOW_TEST_LAYOUT"])
+def model(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return small("qwen3_moe" if "ep" in layout else "qwen2", tmp_path_factory.mktemp("model"))
 
 
-def spread(model: Model, followers: Followers) -> TrainEngine:
-    return Mirrored(MegatronOnCpu, model, EngineSettings(options=json.loads(os.environ["M2FLOW_TEST_LAYOUT"])), followers)
+def spread(model: Model, layout: Layout, followers: Followers) -> TrainEngine:
+    return Mirrored(MegatronOnCpu, model, EngineSettings(options=layout), followers)
 
 
 class TestMegatron(TrainEngineSuite):
     @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.model, self.followers = model, followers
+    def _take(self, model: Model, layout: Layout, followers: Followers) -> None:
+        self.model, self.layout, self.followers = model, layout, followers
 
     def make(self) -> TrainEngine:
-        return spread(self.model, self.followers)
+        return spread(self.model, self.layout, self.followers)
 
     def test_a_stopped_trainer_leaves_no_threads(self) -> None:
         """Gloo's threads live as long as a model that holds their group, and wake a hundred times a second."""
@@ -55,8 +65,8 @@ class TestMegatron(TrainEngineSuite):
 
 class TestMegatronHeads(ScalarHeadSuite):
     @pytest.fixture(autouse=True)
-    def _take(self, model: Model, followers: Followers) -> None:
-        self.model, self.followers = model, followers
+    def _take(self, model: Model, layout: Layout, followers: Followers) -> None:
+        self.model, self.layout, self.followers = model, layout, followers
 
     def make(self, head: Head) -> TrainEngine:
-        return spread(replace(self.model, head=head), self.followers)
+        return spread(replace(self.model, head=head), self.layout, self.followers)

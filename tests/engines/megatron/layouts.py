@@ -88,7 +88,7 @@ MINE = [pytest.param(name, layout, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in 
 
 @pytest.fixture(scope="module")
 def followers() -> Iterator[Followers]:
-    with followed(RANKS - 1) as found:
+    with followed(RANKS - 1, ("forked_megatron_ranks",)) as found:
         yield found
 
 

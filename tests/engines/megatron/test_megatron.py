@@ -44,7 +44,7 @@ STAND_INS = ROOT / "tests" / "support" / "stand_ins"
 """Has a `transformer_engine` in plain torch."""
 
 
-def inside(file: str, num_ranks: int, layout: dict[str, object] | None = None, only: str = "", **changes: str) -> None:
+def inside(file: str, num_ranks: int, layout: object = None, only: str = "", **changes: str) -> None:
     """Run a file of tests, or of these `only` some, where the CPU passes for a GPU, with changes of the environment."""
     given = {"M2FLOW_TEST_RANKS": str(num_ranks), "M2FLOW_TEST_LAYOUT": json.dumps(layout or {}), "OMP_NUM_THREADS": "1", **changes}
     arguments = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", only, str(Path(__file__).parent / file)]
@@ -54,21 +54,19 @@ def inside(file: str, num_ranks: int, layout: dict[str, object] | None = None, o
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-CONFORMING = [
-    (2, {"tp": 2}),
-    (2, {"pp": 2, "vpp": 2}),
-    (2, {"ep": 2}),
-    # What these add is in the layouts below: the suite takes as long for each.
-    *(pytest.param(ranks, layout, marks=pytest.mark.long) for ranks, layout in ((1, {}), (2, {"pp": 2}), (2, {"cp": 2}), (2, {"zero": 1}))),
-    pytest.param(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.long),
-]
+CONFORMING: dict[int, list[dict[str, object]]] = {
+    1: [{}],
+    2: [{"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {"zero": 1}, {"ep": 2}],
+    8: [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}],
+}
 
 
 @NEEDS_MEGATRON
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "layout"), CONFORMING, ids=str)
-def test_the_conformance_suite(num_ranks: int, layout: dict[str, object]) -> None:
-    inside("conformance.py", num_ranks, layout)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_ranks", CONFORMING)
+def test_the_conformance_suite_of_every_layout(num_ranks: int) -> None:
+    inside("conformance.py", num_ranks, CONFORMING[num_ranks])
 
 
 @NEEDS_MEGATRON
