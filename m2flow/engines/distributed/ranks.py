@@ -122,7 +122,7 @@ class Ranks:
             dist.init_process_group(backend, rank=self.rank, world_size=self.count, timeout=_WAIT, **where)
         except (RuntimeError, ValueError, OSError) as error:
             sys.excepthook = self._hooks.pop()
-            # torch has counted the group that did not come about, and keys of the store have that number: later ranks would wait for others.
+            # torch has counted the group that did not come about, and the store's keys have that number: later ranks would wait for others.
             dist.distributed_c10d._world.group_count = 0
             raise EngineError(
                 f"rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}",
