@@ -8,7 +8,7 @@ Megatron's, norms and attention those of `m2flow.engines.megatron.layers`, which
 Engine (`modules`) matrices, norms and grouped experts are its; attention, positions and routing stay ours. Norms stand before their
 matrices and not in them, so that weights have the same names, and adapters see what the matrix does.
 
-Where release 0.16.1 deviates from what one expects (`tests/engines/megatron/test_megatron.py` tests each):
+Where release 0.16.1 deviates from what one expects (`tests/engines/megatron/layouts.py` tests each):
 
 - `perform_initialization=False` leaves split weights unmarked, and the library's norm of the gradient then counts them wrongly: who has
   which part is known here by name (`m2flow.engines.megatron.parts`).

@@ -1,5 +1,5 @@
 """The suite of train engines, for the trainer `megatron` in layouts of as many ranks, whose processes serve all of them.
-`test_megatron.py` runs it in an interpreter with megatron-core, with the layouts in the environment: `M2FLOW_TEST_RANKS`, and
+`test_megatron_conformance.py` runs it in an interpreter with megatron-core, with the layouts in the environment: `M2FLOW_TEST_RANKS`, and
 `M2FLOW_TEST_LAYOUT` as JSON, of one layout or of several."""
 
 from __future__ import annotations

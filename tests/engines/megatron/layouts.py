@@ -1,5 +1,5 @@
 """The trainer `megatron` against the embedded one, in layouts of as many ranks as `M2FLOW_TEST_RANKS` says.
-`tests/engines/megatron/test_megatron.py` runs it in an interpreter with megatron-core."""
+`test_megatron_numbers.py` runs it in an interpreter with megatron-core."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""The trainer `megatron`: what needs no Megatron here, and the rest in processes of an interpreter that has it (`make megatron-cpu`)."""
+"""The trainer `megatron`: what needs no Megatron."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,60 +33,6 @@ from m2flow.planner.pools import legal_layouts, offered
 from m2flow.recipe import Balance, Lora, Model
 
 ROOT = Path(__file__).parents[3]
-PYTHON = os.environ.get("M2FLOW_MEGATRON_PYTHON", str(ROOT / ".venv-megatron" / "bin" / "python"))
-NEEDS_MEGATRON = pytest.mark.skipif(not Path(PYTHON).exists(), reason="megatron: needs .venv-megatron: make megatron-cpu")
-
-
-STAND_INS = ROOT / "tests" / "support" / "stand_ins"
-"""Has a `transformer_engine` in plain torch."""
-
-
-def inside(file: str, num_ranks: int, layout: object = None, only: str = "", **changes: str) -> None:
-    """Run a file of tests, or of these `only` some, where the CPU passes for a GPU, with changes of the environment."""
-    given = {"M2FLOW_TEST_RANKS": str(num_ranks), "M2FLOW_TEST_LAYOUT": json.dumps(layout or {}), "OMP_NUM_THREADS": "1", **changes}
-    arguments = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", only, str(Path(__file__).parent / file)]
-    done = subprocess.run(
-        [PYTHON, *arguments], cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-CONFORMING: dict[int, list[dict[str, object]]] = {
-    1: [{}],
-    2: [{"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {"zero": 1}, {"ep": 2}],
-    8: [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}],
-}
-
-
-@NEEDS_MEGATRON
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("num_ranks", CONFORMING)
-def test_the_conformance_suite_of_every_layout(num_ranks: int) -> None:
-    inside("conformance.py", num_ranks, CONFORMING[num_ranks])
-
-
-@NEEDS_MEGATRON
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_numbers_of_every_layout_are_those_of_the_embedded_trainer(num_ranks: int) -> None:
-    inside("layouts.py", num_ranks)
-
-
-@NEEDS_MEGATRON
-@pytest.mark.slow
-def test_numbers_with_transformer_engines_modules_are_those_of_the_embedded_trainer() -> None:
-    """A stand-in for the package, which needs a GPU: names, shapes, marks and what ranks send are the package's, kernels are not."""
-    path = os.pathsep.join(filter(None, (str(STAND_INS), os.environ.get("PYTHONPATH", ""))))
-    only = "test_numbers or made_of or test_experts_are_replayed or gradients_of_adapters or states_move or engines_names"
-    inside("layouts.py", 2, only=only, M2FLOW_TEST_IMPL="transformer_engine", PYTHONPATH=path)
-
-
-@NEEDS_MEGATRON
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "layout"), [(4, {"tp": 2, "pp": 2}), (2, {"ep": 2})], ids=str)
-def test_runs_learn_as_with_the_embedded_trainer(num_ranks: int, layout: dict[str, object]) -> None:
-    inside("runs.py", num_ranks, layout)
 
 
 @pytest.mark.parametrize("name", megatron_models.CONFIGS)
