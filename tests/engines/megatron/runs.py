@@ -1,5 +1,5 @@
-"""A run whose trainer is `megatron` in a layout, of a mixture where experts are split. `test_megatron_runs.py` starts it in an interpreter with
-megatron-core; the run's workers know the engine as one that another package registers."""
+"""A run whose trainer is `megatron` in a layout, of a mixture where experts are split. `test_megatron_runs.py` starts it in an interpreter
+with megatron-core; the run's workers know the engine as one that another package registers."""
 
 from __future__ import annotations
 
