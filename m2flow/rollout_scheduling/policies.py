@@ -924,6 +924,7 @@ def _own(name: str) -> type[SchedulingPolicy]:
     try:
         loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise SpecError(
             f"{file} can't be imported: {type(error).__name__}: {error}", now="Give the file that defines the policy."
         ) from error

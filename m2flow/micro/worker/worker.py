@@ -408,9 +408,9 @@ class ProgressLog:
             self._num_steps = 0
             if is_time:
                 self._looked_ns = now_ns()
-        return self.waiting(engine_host, wanted)
+        return self.flush_waiting(engine_host, wanted)
 
-    def waiting(self, engine_host: EngineHost, also: Iterable[int] = ()) -> list[tuple[Call, Batch, Place]]:
+    def flush_waiting(self, engine_host: EngineHost, also: Iterable[int] = ()) -> list[tuple[Call, Batch, Place]]:
         """Flush the episodes that wait for it, and these samples, in one record of each call; then they go on. Returns as `due`."""
         waiting = engine_host.episodes_to_write()
         wanted, done = [*waiting, *also], []
@@ -831,7 +831,7 @@ class Worker:
     def _decode(self) -> None:
         """One token of everything that generates; what has finished leaves, and what goes on is written down now and then."""
         self.engine_host.hear_agents()
-        self._flushed(self._progress_log.waiting(self.engine_host))
+        self._flushed(self._progress_log.flush_waiting(self.engine_host))
         left = self.engine_host.step()
         self._progress_log.measure(self.engine_host, [rows for _, rows in left])
         for call, rows in left:

@@ -130,14 +130,21 @@ class _Parallel(_Module):
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool,
-        tp_group: Any,
-        tp_size: int,
-        bias: bool,
-        return_bias: bool,
-        parallel_mode: str | None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], None] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype = torch.float32,
+        parallel_mode: str | None = None,
+        device: str = "cuda",
     ) -> None:
         super().__init__()
+        assert not fuse_wgrad_accumulation
         assert parallel_mode in (None, "column", "row")
         assert not return_bias
         self.tp_group, self.tp_size, self.parallel_mode, self.use_bias = tp_group, tp_size, parallel_mode, bias
@@ -145,10 +152,11 @@ class _Parallel(_Module):
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        self._init_method, self._of = init_method or torch.nn.init.xavier_uniform_, {"dtype": params_dtype, "device": device}
 
-    def _made(self, name: str, init_method: Callable[[Tensor], None] | None, params_dtype: torch.dtype, device: str) -> None:
-        weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype, device=device))
-        (init_method or torch.nn.init.xavier_uniform_)(weight.data)
+    def _made(self, name: str) -> None:
+        weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **self._of))
+        self._init_method(weight.data)
         if self.tp_size > 1:
             weight.tensor_model_parallel, weight.partition_dim = True, 1 if self.parallel_mode == "row" else 0
         self.register_parameter(name, weight)
@@ -165,27 +173,10 @@ class _Parallel(_Module):
 
 
 class Linear(_Parallel):
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        rng_tracker_name: str | None = None,
-        init_method: Any = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        parallel_mode: str | None = None,
-        device: str = "cuda",
-    ) -> None:
-        super().__init__(in_features, out_features, sequence_parallel, tp_group, tp_size, bias, return_bias, parallel_mode)
-        assert not fuse_wgrad_accumulation
-        self._made("weight", init_method, params_dtype, device)
-        self.bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype, device=device)) if bias else None
+    def __init__(self, in_features: int, out_features: int, **how: Any) -> None:
+        super().__init__(in_features, out_features, **how)
+        self._made("weight")
+        self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._of)) if self.use_bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         found = self._after(torch.nn.functional.linear(self._before(x), self.weight))
@@ -216,30 +207,12 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(_Parallel):
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        rng_tracker_name: str | None = None,
-        init_method: Any = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        parallel_mode: str | None = None,
-        device: str = "cuda",
-        ub_name: str | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, sequence_parallel, tp_group, tp_size, bias, return_bias, parallel_mode)
-        assert not bias
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, *, ub_name: str | None = None, **how: Any) -> None:
+        super().__init__(in_features, out_features, **how)
+        assert not self.use_bias
         self.num_gemms = num_gemms
         for number in range(num_gemms):
-            self._made(f"weight{number}", init_method, params_dtype, device)
+            self._made(f"weight{number}")
 
     def forward(self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
         parts = x.split(m_splits)
