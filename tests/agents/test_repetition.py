@@ -153,19 +153,19 @@ def test_a_tool_with_effects_never_runs_twice_whenever_a_run_is_killed_and_resum
     commit_every(monkeypatch, seconds)
     spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
     images, paid = Images(tmp_path / "images"), [tmp_path / "paid"]
-    before: list[list[str]] = []
+    before: dict[Path, list[str]] = {}
 
     def take() -> None:
         lines = paid[0].read_text().splitlines() if paid[0].exists() else []  # What was paid by then is in the image.
-        images.take()
-        before.extend([lines] * (len(images.paths) - len(before)))
+        if image := images.take():
+            before[image] = lines
 
     monkeypatch.setenv(PAID, str(paid[0]))
     images.run = SteppedRun(paying, {}, spec, settings, hook=take)
     images.run.execute()
     num_before = 0
     for number, image in enumerate(images.paths[:: max(len(images.paths) // 16, 1)]):
-        known = before[images.paths.index(image)]
+        known = before[image]
         paid[0] = tmp_path / f"paid by {number}"
         paid[0].touch()
         monkeypatch.setenv(PAID, str(paid[0]))

@@ -153,34 +153,58 @@ class SteppedRun(Run):
 
 
 class Images:
-    """Copies of a run's directory as it was after each event that changed it."""
+    """Copies of a run's directory as it was after events that changed it, evenly spaced over them.
 
-    def __init__(self, where: Path) -> None:
-        self._where = where
+    A run has thousands of such events and its directory megabytes: with `most` copies every second one is dropped, and of what
+    follows every second event is passed over.
+    """
+
+    def __init__(self, where: Path, most: int | None = 128) -> None:
+        self._where, self._most = where, most
         self.run: Run | None = None
         self.paths: list[Path] = []
         self._last: object = None
+        self._num_events, self._every = 0, 1
 
-    def take(self) -> None:
+    def take(self) -> Path | None:
+        """The copy that was made now, if one was."""
         assert self.run is not None
         source = self.run.run_dir
         if not (source / "ledger.db").exists():
-            return
+            return None
         state = sorted(
             (str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.rglob("*") if not path.name.endswith("-shm")
         )
         if state == self._last:
-            return
-        self._last = state
-        self.paths.append(self._where / f"{len(self.paths):05}")
-        shutil.copytree(source, self.paths[-1], ignore=shutil.ignore_patterns("*-shm", "tensorboard"))
+            return None
+        self._last, number = state, self._num_events
+        self._num_events += 1
+        if number % self._every:
+            return None
+        if len(self.paths) == self._most:
+            for path in self.paths[1::2]:
+                shutil.rmtree(path)
+            self.paths, self._every = self.paths[::2], self._every * 2
+            if number % self._every:
+                return None
+        path = self._where / f"{number:05}"
+        self.paths.append(path)
+        shutil.copytree(source, path, ignore=shutil.ignore_patterns("*-shm", "tensorboard"))
+        return path
 
 
 def imaged(
-    flow: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, where: Path, *, order_seed: int = 0
+    flow: Flow,
+    options: dict[str, object],
+    spec: ClusterSpec,
+    settings: RunSettings,
+    where: Path,
+    *,
+    order_seed: int = 0,
+    most: int | None = 128,
 ) -> tuple[Summary, Images]:
-    """A run to its end, and images of it on the way."""
-    images = Images(where)
+    """A run to its end, and images of it on the way: `most`, or all if that is None."""
+    images = Images(where, most)
     run = images.run = SteppedRun(flow, options, spec, settings, hook=images.take, order_seed=order_seed)
     if settings.eager:
         after_each(run, images.take)
