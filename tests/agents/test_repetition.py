@@ -152,7 +152,7 @@ def test_a_tool_with_effects_never_runs_twice_whatever_dies(tmp_path, monkeypatc
 def test_a_tool_with_effects_never_runs_twice_whenever_a_run_is_killed_and_resumed(tmp_path, monkeypatch, seconds):
     commit_every(monkeypatch, seconds)
     spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))
-    images, paid = Images(tmp_path / "images"), [tmp_path / "paid"]
+    images, paid = Images(tmp_path / "images", most=64), [tmp_path / "paid"]
     before: dict[Path, list[str]] = {}
 
     def take() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,11 +92,10 @@ class OneThread(Controller):
 
     def move(self) -> None:
         """One thing happens somewhere."""
-        with randomness_kept():
-            if self.order.random() < 0.5:
-                self._workers[self.order.choice(list(self._workers))].turn()
-            else:
-                self._process_inputs()
+        if self.order.random() < 0.5:
+            self._workers[self.order.choice(list(self._workers))].turn()
+        else:
+            self._process_inputs()
         self.hook()
 
     def close(self) -> None:
@@ -121,12 +120,13 @@ class _Moving(CallFutures):
     controller: OneThread
 
     def _wait(self, is_met, timeout_s: float | None = None) -> bool:  # type: ignore[no-untyped-def]
-        for _ in range(200_000):
-            if is_met():
-                return True
-            if self._end is not None:
-                raise self._end
-            self.controller.move()
+        with randomness_kept():
+            for _ in range(200_000):
+                if is_met():
+                    return True
+                if self._end is not None:
+                    raise self._end
+                self.controller.move()
         raise AssertionError("nothing moves any more: " + "; ".join(self.controller._scheduler.waiting()))
 
 
@@ -159,7 +159,7 @@ class Images:
     follows every second event is passed over.
     """
 
-    def __init__(self, where: Path, most: int | None = 128) -> None:
+    def __init__(self, where: Path, most: int | None = 48) -> None:
         self._where, self._most = where, most
         self.run: Run | None = None
         self.paths: list[Path] = []
@@ -172,9 +172,7 @@ class Images:
         source = self.run.run_dir
         if not (source / "ledger.db").exists():
             return None
-        state = sorted(
-            (str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.rglob("*") if not path.name.endswith("-shm")
-        )
+        state = sorted(_state(str(source)))
         if state == self._last:
             return None
         self._last, number = state, self._num_events
@@ -193,6 +191,17 @@ class Images:
         return path
 
 
+def _state(folder: str) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of all that is in a directory, but for what processes share of a database."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            if not entry.name.endswith("-shm"):
+                about = entry.stat()
+                yield entry.path, about.st_size, about.st_mtime_ns
+                if entry.is_dir():
+                    yield from _state(entry.path)
+
+
 def imaged(
     flow: Flow,
     options: dict[str, object],
@@ -201,7 +210,7 @@ def imaged(
     where: Path,
     *,
     order_seed: int = 0,
-    most: int | None = 128,
+    most: int | None = 48,
 ) -> tuple[Summary, Images]:
     """A run to its end, and images of it on the way: `most`, or all if that is None."""
     images = Images(where, most)

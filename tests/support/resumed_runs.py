@@ -90,7 +90,7 @@ def check_images(
     program: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 5
 ) -> None:
     """Resume a run from images of it, evenly spaced over its events; from all if `most` is None."""
-    summary, images = imaged(program, options, spec, settings, where / "images", most=128 if most else None)
+    summary, images = imaged(program, options, spec, settings, where / "images", most=min(8 * most, 128) if most else None)
     expected = account(summary)
     for number, image in enumerate(_chosen(images.paths, most)):
         went_on = resumed(program, options, spec, settings, image, order_seed=number)

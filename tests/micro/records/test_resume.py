@@ -111,7 +111,7 @@ def test_where_time_decides_a_resumed_run_keeps_every_rule_and_trains_on_each_sa
 
 def check_lawful(program: Flow, spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 5) -> None:
     """What was done before the kill stays; every update trains on what its generation gives; versions are within the bound."""
-    summary, images = imaged(program, {}, spec, settings, where / "images", most=128 if most else None)
+    summary, images = imaged(program, {}, spec, settings, where / "images", most=min(8 * most, 128) if most else None)
     calls = account(summary)["calls"]
     for number, image in enumerate(_chosen(images.paths, most)):
         known = read_record(image)
