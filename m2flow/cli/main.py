@@ -12,6 +12,7 @@ failed, 2 the command line, the flow's file or the spec is wrong, 130 stopped by
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import re
@@ -66,6 +67,8 @@ class LazyGroup(click.Group):
         module, _, attribute = self.places[cmd_name].partition(":")
         found = getattr(importlib.import_module(module), attribute)
         assert isinstance(found, click.Command)
+        if ctx.find_root().obj is OWNS_PROCESS:
+            gc.freeze()  # Modules stay to the end: no collection looks at them again.
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -307,8 +310,13 @@ OWNS_PROCESS = "this process runs nothing but the command"
 """The object of click's root context where that is so; where another program calls the command line, it is None."""
 
 
+_THRESHOLDS = 20_000, 20, 50
+"""Of the garbage collector. With those of Python 3.11, which look after 700 new objects, a tenth of a short run is spent on modules."""
+
+
 def main() -> None:
     """Run the command line: the entry point of `m2flow` and of `python -m m2flow`."""
+    gc.set_threshold(*_THRESHOLDS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A model's text must not end a run because the terminal can't show it.
@@ -321,6 +329,10 @@ def main() -> None:
         failure = _interrupted()
         failure.show()
         sys.exit(failure.exit_code)
+    finally:
+        # What the command leaves is finalized as ever. Through what is left then Python would go three times more: a fifth of a second.
+        gc.collect()
+        gc.freeze()
 
 
 _RUNS = ("run", "demo")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import itertools
 import os
@@ -311,8 +312,11 @@ class _ForkServer:
 
 
 def _serve(control: socket.socket, parent: int, preload: Sequence[str]) -> None:
+    gc.disable()  # Modules stay: neither while they are loaded nor later is it worth looking for garbage among them.
     for name in preload:
         importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     children: set[int] = set()
     try:
         while os.getppid() == parent:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -278,15 +278,14 @@ def _lane(call: Call) -> str:
 
 
 def _links(graph: MacroGraph, boxes: Sequence[Box]) -> tuple[Link, ...]:
-    import networkx as nx
-
     of = {box.call.ordinal: box for box in boxes}
-    whole = graph.digraph()
-    needed = set(nx.transitive_reduction(whole).edges)
+    links = graph.links()
+    needed = _not_implied(links)
     edges = [
-        (of[start], of[end], data["kind"], data["label"])
-        for start, end, data in whole.edges(data=True)
-        if start in of and end in of and (data["kind"] == "data" or (start, end) in needed)
+        (of[start], of[end], kind, label)
+        for start, ends in links.items()
+        for end, (kind, label) in ends.items()
+        if start in of and end in of and (kind == "data" or (start, end) in needed)
     ]
     bundles: dict[tuple[int, int, str], list[int]] = {}
     for start, end, kind, _ in edges:
@@ -302,6 +301,20 @@ def _links(graph: MacroGraph, boxes: Sequence[Box]) -> tuple[Link, ...]:
         Link(start.row, end.row, kind, label, gutter := _gutter(start, end), tracks[gutter, start.row, kind])
         for start, end, kind, label in edges
     )
+
+
+def _not_implied(links: Mapping[int, Iterable[int]]) -> set[tuple[int, int]]:
+    """The transitive reduction: edges whose end can't be reached from their start by others. Each goes to a larger number."""
+    needed: set[tuple[int, int]] = set()
+    reached: dict[int, int] = {}  # By node: a bit for each that it leads to.
+    for start in sorted(links, reverse=True):
+        found = 0
+        for end in sorted(links[start]):
+            if not found >> end & 1:
+                needed.add((start, end))
+                found |= 1 << end | reached.get(end, 0)
+        reached[start] = found
+    return needed
 
 
 def _gutter(start: Box, end: Box) -> int:
@@ -324,9 +337,10 @@ def as_dot(graph: MacroGraph) -> str:
                 label = f"{call.name}\\n%{names[call.ordinal]}  @{call.granularity}\\n{call.site}"
                 lines.append(f'{inside}  c{call.ordinal} [label={_quoted(label)}, fillcolor="{COLOURS[call.engine][0]}"];')
         lines += ["  }"] if step >= 0 else []
-    for start, end, data in graph.digraph().edges(data=True):
-        style = ", style=dashed" if data["kind"] == "effect" else ""
-        lines.append(f"  c{start} -> c{end} [label={_quoted(data['label'])}{style}];")
+    for start, ends in graph.links().items():
+        for end, (kind, label) in ends.items():
+            style = ", style=dashed" if kind == "effect" else ""
+            lines.append(f"  c{start} -> c{end} [label={_quoted(label)}{style}];")
     for seen in {seen.call: seen for seen in graph.observations}.values():
         lines.append(f'  c{seen.call} [color="#cf222e", penwidth=2, xlabel={_quoted(f"Python waits: {seen.why} {seen.site}")}];')
     return "\n".join([*lines, "}"])

@@ -201,8 +201,11 @@ class _Step:
         self._draws = draws_per_group
         own = MacroGraph(graph.flow, self._step)
         self._stages = dict(zip([call.ordinal for call in calls], legal_stages(own), strict=True))
-        digraph, members = own.digraph(), {call.ordinal for call in calls}
-        self._needs = {o: sorted(before for before in digraph.predecessors(o) if before in members) for o in members}
+        links = own.links()
+        self._needs: dict[int, list[int]] = {call.ordinal: [] for call in calls}
+        for before in sorted(self._needs):
+            for ordinal in links[before]:
+                self._needs[ordinal].append(before)
 
     def loads(self) -> tuple[CallLoad, ...]:
         timed = [call for call in self._step if not _is_free(call)]

@@ -20,7 +20,6 @@ import os
 import re
 import threading
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -511,6 +510,8 @@ def send_alert(url: str, run: str, alert: Alert) -> None:
         OSError: it was not taken.
     """
     body = msgspec.json.encode({"run": run, "text": f"{run}: {alert.title}: {alert.says}", **msgspec.structs.asdict(alert)})
+    import urllib.request  # With TLS: what a run without a webhook does without.
+
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=_WEBHOOK_S):
         pass

@@ -21,7 +21,7 @@ from m2flow.runs.display import Rates, duration, sparkline
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "flows" / "grpo.py")
-HEAVY = ("torch", "transformers", "zmq", "matplotlib")
+HEAVY = ("torch", "transformers", "zmq", "matplotlib", "networkx", "urllib.request")
 
 TINY = """
 from pathlib import Path

@@ -8,12 +8,15 @@ import stat
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import networkx as nx
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, load_flow, op, ppo_clip, steps
 from m2flow.cli.main import cli
-from m2flow.macro.graph_display import Drawing, _Layout, as_dot, place, write_picture, write_with_graphviz
+from m2flow.macro.graph_display import Drawing, _Layout, _not_implied, as_dot, place, write_picture, write_with_graphviz
 from m2flow.macro.tracing import explore
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +67,12 @@ def test_every_data_edge_is_drawn_and_effects_that_follow_from_others_are_not():
     assert {(a, b) for a, b, data in edges if data["kind"] == "data"} <= set(links)
     assert set(links.values()) == {"data", "effect"}
     assert len(links) < len(edges)
+
+
+@given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1])))
+def test_an_effect_follows_from_others_where_networkx_says_so(edges: set[tuple[int, int]]) -> None:
+    links = {start: [end for first, end in edges if first == start] for start in range(10)}
+    assert _not_implied(links) == set(nx.transitive_reduction(nx.DiGraph(links)).edges)
 
 
 def test_lines_on_one_track_of_a_gutter_overlap_only_if_they_come_from_one_call():
