@@ -78,6 +78,12 @@ def _tree(path: Path) -> ast.Module:
 
 
 @functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Imports, functions and calls, wherever in the file: what these tests ask for."""
+    return tuple(node for node in ast.walk(_tree(path)) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call, *FUNCTIONS)))
+
+
+@functools.cache
 def _imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, wherever in the file, by its absolute name."""
     return tuple(_imported(path))
@@ -85,7 +91,7 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 def _imported(path: Path) -> Iterator[str]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,7 +124,7 @@ def test_the_schedulers_deciders_know_the_state_and_not_each_other():
     for path in folder.glob("*.py"):
         known = {
             module
-            for node in ast.walk(_tree(path))
+            for node in _nodes(path)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("m2flow.micro.scheduler")
             for alias in node.names
             if alias.name not in PARTS_OF_THE_STATE and (module := _scheduler_module(node, alias))
@@ -171,7 +177,7 @@ def test_modules_are_few_and_functions_short() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in _modules()}
     assert len(lengths) <= MOST_FILES, "modules that are one concept belong together"
     assert not [str(path) for path, length in lengths.items() if length > MOST_LINES]
-    functions = [(path, node) for path in lengths for node in ast.walk(_tree(path)) if isinstance(node, FUNCTIONS)]
+    functions = [(path, node) for path in lengths for node in _nodes(path) if isinstance(node, FUNCTIONS)]
     long = [f"{path}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION]
     assert not long
 
@@ -281,10 +287,11 @@ def test_no_test_module_is_imported_by_another() -> None:
     """What several of them use is in tests/support, or in a conftest.py: a test module can then be moved, split and renamed alone."""
     files = [path for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts]
     modules = {path.stem for path in files if path.stem.startswith("test_")}
+    files = [path for path in files if re.search(r"\b(import|from)\b.*\btest_", path.read_text())]  # Few are worth parsing.
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
-        for node in ast.walk(_tree(path))
+        for node in _nodes(path)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
         if name.rpartition(".")[2] in modules - {path.stem}
@@ -294,10 +301,11 @@ def test_no_test_module_is_imported_by_another() -> None:
 
 def _prepares_in_function(path: Path) -> Iterator[str]:
     """Places where a function has msgspec prepare a type: `decode(..., type=T)`, `Decoder(T)`, or `convert(..., T)` without a decoder."""
-    tree = _tree(path)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    if "msgspec" not in path.read_text():
+        return
+    calls = [node for node in _nodes(path) if isinstance(node, ast.Call) and node.args]
     made = {ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func).endswith(".Decoder")}
-    for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+    for function in (node for node in _nodes(path) if isinstance(node, FUNCTIONS)):
         for node in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             name = ast.unparse(node.func)
             kind = next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "type"), "")
