@@ -14,6 +14,7 @@ What is random in tests is the same each time. New seeds are `make fuzz`'s.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import math
@@ -37,6 +38,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 # Six thousand collected tests and torch's modules are passed over by each full collection: an eighth of the time with the thresholds of
 # Python 3.11, which look after 700 new objects. What tests say of objects' ends they collect for themselves.
 gc.set_threshold(20_000, 20, 50)
+atexit.register(gc.freeze)  # At the end Python would go three times through all that is left.
 
 _MARKS = ("gpu", "slow", "long")
 _GROUP = "m2flow-group"
@@ -69,6 +71,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """What tests share, and scripts that they start, are no tests; some need an extra, or arguments."""
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+
+
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end: no collection looks at them again."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
