@@ -85,6 +85,35 @@ def test_nothing_heavy_is_loaded_by(arguments: list[str]) -> None:
     assert loaded_by(*arguments) == set()
 
 
+CYCLE = """
+class Left:
+    def __del__(self):
+        print("finalized")
+
+@flow
+def leaving():
+    left = Left()
+    left.itself = left
+    Dataset([{"prompt": "a"}], name="rows").take(1)
+"""
+
+
+def test_a_command_never_looks_for_garbage_among_modules_and_finalizes_what_a_flow_leaves(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text(f"from m2flow import Dataset, flow\n{CYCLE}")
+    probe = (
+        "import gc, contextlib\n"
+        "from m2flow.cli.main import main\n"
+        "with contextlib.suppress(SystemExit): main()\n"
+        "print(gc.get_threshold()[0], gc.get_freeze_count(), len(gc.get_objects()))"
+    )
+    program = [sys.executable, "-c", probe, "plan", "leaving.py"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    threshold, frozen, seen = map(int, done.stdout.splitlines()[-1].split())
+    assert threshold >= 20_000
+    assert frozen > 50_000 > 1_000 > seen
+    assert "finalized" in done.stdout.splitlines()[:-1]
+
+
 def test_help_imports_no_command() -> None:
     probe = "import sys\nfrom click.testing import CliRunner\nfrom m2flow.cli.main import cli\nCliRunner().invoke(cli, ['--help'])\n"
     probe += "print([n for n in sys.modules if n.startswith('m2flow.cli.')])"
