@@ -119,7 +119,7 @@ def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
                     gc.collect()
                     gc.freeze()
                 engines[number] = factory(model, replace(settings, rank=rank))
-            elif method in ("weights", "adapters", "base"):
+            elif method in ("weights", "adapters", "base", "weight_pieces"):
                 for _ in getattr(engines[number], method)():
                     pass
             elif method == "write_pieces":

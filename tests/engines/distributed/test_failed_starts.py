@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
 import sys
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
+from m2flow.engines.distributed import ranks
 from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import ReplicatedTrain
@@ -73,6 +75,36 @@ def test_ranks_whose_start_fails_leave_no_group_and_no_thread_to_those_that_star
     with started(make()) as engine:
         assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
     assert not dist.is_initialized()
+
+
+def test_who_does_not_come_to_the_start_is_named_in_the_time_that_ranks_wait(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_WAIT", datetime.timedelta(seconds=2))
+    with pytest.raises(EngineError, match="rank 1 of this trainer did not come to the start within 2 s; rank 0 of 2 did not meet"):
+        FsdpTrain(model, EngineSettings(num_ranks=2, rank=0, rendezvous=f"file://{tmp_path}/meet")).start()
+    assert not dist.is_initialized()
+
+
+def failing_on_rank_1(model: Model, settings: EngineSettings) -> TrainEngine:
+    engine = FsdpTrain(model, settings)
+    meet = engine._ranks.open
+
+    def meet_and_fail(leave: Callable[[], object] | None = None) -> None:
+        meet(leave)
+        raise EngineError("its disk is gone")
+
+    if settings.rank == 1:
+        engine._ranks.open = meet_and_fail  # type: ignore[method-assign]
+    return engine
+
+
+def test_a_start_that_fails_on_one_rank_after_they_met_fails_on_all_with_its_error(model: Model, followers: Followers) -> None:
+    engine = Mirrored(failing_on_rank_1, model, EngineSettings(), followers)
+    with pytest.raises(EngineError, match="rank 1 of this trainer: its disk is gone"):
+        engine.start()
+    with started(Mirrored(FsdpTrain, model, EngineSettings(), followers)) as again:
+        assert again.accumulate(samples(VOCABULARY), PPO).num_tokens
 
 
 def test_ranks_that_did_not_meet_leave_the_hook_for_errors_as_it_was_and_meet_others_later(
