@@ -99,6 +99,19 @@ def failing_on_rank_1(model: Model, settings: EngineSettings) -> TrainEngine:
     return engine
 
 
+def missing_on_rank_1(model: Model, settings: EngineSettings) -> TrainEngine:
+    if settings.rank == 1:
+        raise EngineError("it has no such package")
+    return FsdpTrain(model, settings)
+
+
+def test_an_engine_that_can_not_be_made_on_a_rank_raises_that_ranks_error_where_it_is_made(model: Model, followers: Followers) -> None:
+    with pytest.raises(EngineError, match="rank 1 of this trainer can't be made: it has no such package"):
+        Mirrored(missing_on_rank_1, model, EngineSettings(), followers)
+    with started(Mirrored(FsdpTrain, model, EngineSettings(), followers)) as engine:
+        assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
+
+
 def test_a_start_that_fails_on_one_rank_after_they_met_fails_on_all_with_its_error(model: Model, followers: Followers) -> None:
     engine = Mirrored(failing_on_rank_1, model, EngineSettings(), followers)
     with pytest.raises(EngineError, match="rank 1 of this trainer: its disk is gone"):
