@@ -104,6 +104,8 @@ SPLIT = (
 """Values of `model_type` whose layers `fsdp` and `deepspeed` can split by widths: transformers has plans for them in our styles."""
 MAPPED = ("deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose weights have a place in Megatron's model."""
+LOGPROB_TOKENS = 16384
+"""The option `logprob_tokens` of trainers where it is not given: tokens that go through the model together in a forward pass."""
 _DEVICES = ("cpu", "cuda")
 _CONSTRAINTS = ("regex", "json_schema", "grammar")
 """Refused by servers: the log-probabilities that they return under a constraint are not the model's own but those of the tokens left."""

@@ -666,6 +666,8 @@ class Passes:
     """As of `bubble_share`."""
     longest: float = 0.0
     """The share of a micro-batch that its longest sample is, which is not cut."""
+    forward_wait: float = 1.0
+    """How much of the wait of (pp - 1) runs a forward pass has: interleaved, it waits for a chunk of a stage."""
 
     @property
     def part(self) -> float:
@@ -686,11 +688,11 @@ def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, reco
         (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     >>> passes_of(Layout(pp=4), 8, {"vpp": 2}, recomputes=False)
-    Passes(count=8, held=5.5, bubble=0.5, longest=0.0)
+    Passes(count=8, held=5.5, bubble=0.5, longest=0.0, forward_wait=0.5)
     """
     chunks = chunks_of(options)
     held = (2 * (layout.pp - 1) + (chunks - 1) * layout.pp + 1) / chunks if chunks > 1 else layout.pp
-    return Passes(count, float(held), bubble_share(options, recomputes=recomputes), longest)
+    return Passes(count, float(held), bubble_share(options, recomputes=recomputes), longest, 1 / chunks)
 
 
 def passes_excess_s(layout: Layout, passes: Passes, stage_s: float, read_s: float, fixed_s: float) -> float:
