@@ -221,7 +221,11 @@ class Mirrored(TrainEngine):
 
     def _written(self, manifest: Manifest, bucket_bytes: int) -> list[Written]:
         self._followers.tell(self._number, "write_pieces", manifest, bucket_bytes, str(self._place))
-        own = PieceWriter().write(self._own.weight_pieces(), manifest, bucket_bytes)
+        try:
+            own = PieceWriter().write(self._own.weight_pieces(), manifest, bucket_bytes)
+        except M2FlowError:
+            self._followers.wait()
+            raise
         if failed := "; ".join(filter(None, self._followers.wait())):
             raise EngineError(f"not every rank has written its pieces: {failed}")
         files = [self._place / f"written-{rank}" for rank in range(1, self._followers.count + 1)]

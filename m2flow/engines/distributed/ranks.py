@@ -57,7 +57,7 @@ from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, layers
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, M2FlowError, OutOfMemory, StateLost, is_out_of_memory, naming_host_errors
+from m2flow.errors import EngineError, M2FlowError, OutOfMemory, StateLost, is_out_of_memory, naming_host_errors, unexpected
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
@@ -172,9 +172,9 @@ class Ranks:
         """Start, and wait until all ranks have. Raises what a rank did, on all that have met."""
         try:
             start()
-        except M2FlowError as error:
+        except Exception as error:
             if self.count > 1 and hasattr(self, "group") and not is_of_a_collective(error):
-                self.agree(error)
+                self.agree(error if isinstance(error, M2FlowError) else unexpected("start", error))
             raise
         if self.count > 1:
             self.agree(None)
@@ -386,10 +386,13 @@ def _watched_items(name: str, method: Callable[..., Iterator[Any]]) -> Callable[
                 for item in method(engine, *args, **kwargs):
                     ranks.course.at(f"at {item[0]}")
                     yield item
-            except GeneratorExit:
+            except GeneratorExit as end:
                 if meets:
+                    why = end.__context__  # What who reads the pieces raised.
                     with suppress(M2FlowError, RuntimeError):
-                        ranks.agree(EngineError("it did not send all of its pieces of the weights"))
+                        ranks.agree(
+                            why if isinstance(why, M2FlowError) else EngineError("it did not send all of its pieces of the weights")
+                        )
                 raise
             except Exception as error:
                 if (lost := ranks.hung(error)) is not None:

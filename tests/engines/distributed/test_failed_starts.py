@@ -7,6 +7,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from tiny_models import CONFIGS, VOCABULARY, write_model
 
+from m2flow.channels.weights import Publisher, WeightOptions
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.distributed import ranks
 from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
@@ -86,13 +89,13 @@ def test_who_does_not_come_to_the_start_is_named_in_the_time_that_ranks_wait(
     assert not dist.is_initialized()
 
 
-def failing_on_rank_1(model: Model, settings: EngineSettings) -> TrainEngine:
+def failing_on_rank_1(error: Exception, model: Model, settings: EngineSettings) -> TrainEngine:
     engine = FsdpTrain(model, settings)
     meet = engine._ranks.open
 
     def meet_and_fail(leave: Callable[[], object] | None = None) -> None:
         meet(leave)
-        raise EngineError("its disk is gone")
+        raise error
 
     if settings.rank == 1:
         engine._ranks.open = meet_and_fail  # type: ignore[method-assign]
@@ -112,12 +115,34 @@ def test_an_engine_that_can_not_be_made_on_a_rank_raises_that_ranks_error_where_
         assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
 
 
-def test_a_start_that_fails_on_one_rank_after_they_met_fails_on_all_with_its_error(model: Model, followers: Followers) -> None:
-    engine = Mirrored(failing_on_rank_1, model, EngineSettings(), followers)
-    with pytest.raises(EngineError, match="rank 1 of this trainer: its disk is gone"):
+@pytest.mark.parametrize("error", [EngineError("its disk is gone"), ValueError("its disk is gone")], ids=["ours", "another"])
+def test_a_start_that_fails_on_one_rank_after_they_met_fails_on_all_with_its_error(
+    error: Exception, model: Model, followers: Followers
+) -> None:
+    engine = Mirrored(partial(failing_on_rank_1, error), model, EngineSettings(), followers)
+    with pytest.raises(EngineError, match=r"rank 1 of this trainer: .*its disk is gone"):
         engine.start()
     with started(Mirrored(FsdpTrain, model, EngineSettings(), followers)) as again:
         assert again.accumulate(samples(VOCABULARY), PPO).num_tokens
+
+
+def renaming_on_rank_1(model: Model, settings: EngineSettings) -> TrainEngine:
+    engine = FsdpTrain(model, settings)
+    pieces = engine.weight_pieces
+    if settings.rank == 1:
+        engine.weight_pieces = lambda: (piece._replace(name="no tensor") for piece in pieces())  # type: ignore[method-assign]
+    return engine
+
+
+def test_pieces_of_weights_that_one_rank_can_not_write_are_an_error_of_all_and_the_ranks_go_on(model: Model, followers: Followers) -> None:
+    with started(Mirrored(renaming_on_rank_1, model, EngineSettings(), followers)) as engine:
+        assert isinstance(engine, Mirrored)
+        with (
+            closing(Publisher("m2flow-test-pieces", WeightOptions(changes="never"))) as publisher,
+            pytest.raises(EngineError, match="rank 1 of this trainer: it did not send all of its pieces"),
+        ):
+            publisher.publish(iter(()), 1, spread=engine.spread(1 << 12))
+        assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
 
 
 def test_ranks_that_did_not_meet_leave_the_hook_for_errors_as_it_was_and_meet_others_later(
