@@ -139,7 +139,7 @@ def test_pieces_of_weights_that_one_rank_can_not_write_are_an_error_of_all_and_t
         assert isinstance(engine, Mirrored)
         with (
             closing(Publisher("m2flow-test-pieces", WeightOptions(changes="never"))) as publisher,
-            pytest.raises(EngineError, match="rank 1 of this trainer: it did not send all of its pieces"),
+            pytest.raises(EngineError, match="rank 1 of this trainer: a piece of 'no tensor' came"),
         ):
             publisher.publish(iter(()), 1, spread=engine.spread(1 << 12))
         assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
