@@ -324,9 +324,9 @@ class ParallelLayouts:
     """Ranks that share sequences gather keys and values of all rows, where others exchange heads: these need not divide."""
     excludes: tuple[tuple[str, ...], ...] = ()
     """Words that a trainer refuses together: of a layout (`tp`: above 1, `zero 0`: where replicas could share, `offload`), of a model
-    (`experts`, `latent`, `adapters`, `half`: computed below float32), and of its options (`name: value`)."""
-    families: tuple[tuple[Literal["tp", "pp", "sp", "ep"], tuple[str, ...]], ...] = ()
-    """Values of `model_type` that a degree is for, where it is not for all."""
+    (`experts`, `latent`, `adapters`, `windows`, `half`: computed below float32, `rounded` to it), and of its options (`name: value`)."""
+    families: tuple[tuple[Literal["any", "tp", "pp", "sp", "ep"], tuple[str, ...]], ...] = ()
+    """Values of `model_type` that a degree is for, where it is not for all; those of `any` are all that the trainer can have."""
     recomputes: Literal["never", "where needed", "always"] = "never"
     """When a plan has a trainer keep only the input of each layer, and compute the rest again: where memory demands it, or always."""
     recompute_option: tuple[str, bool | str] = ("recompute", True)

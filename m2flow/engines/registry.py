@@ -95,6 +95,17 @@ STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_
 """Values of `model_type` whose experts `fsdp` can split over ranks."""
 STAGED = ("llama", "qwen2", "qwen3", *STACKED)
 """Values of `model_type` whose layers `fsdp` can spread over stages."""
+SPLIT = (
+    *("apertus", "arcee", "cohere", "cohere2", "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma"),
+    *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_unified_text", "glm4_moe", "granite", "helium", "hyperclovax", "internlm3"),
+    *("iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "phi", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
+)
+"""Values of `model_type` whose layers `fsdp` and `deepspeed` can split by widths: transformers has plans for them in our styles."""
+MAPPED = ("deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Values of `model_type` whose weights have a place in Megatron's model."""
+LOGPROB_TOKENS = 16384
+"""The option `logprob_tokens` of trainers where it is not given: tokens that go through the model together in a forward pass."""
 _DEVICES = ("cpu", "cuda")
 _CONSTRAINTS = ("regex", "json_schema", "grammar")
 """Refused by servers: the log-probabilities that they return under a constraint are not the model's own but those of the tokens left."""
@@ -207,7 +218,8 @@ _BUILT_IN = (
                 ep=None,
                 zero=(3,),
                 divides_heads=True,
-                families=(("pp", STAGED), ("ep", STACKED)),
+                families=(("tp", SPLIT), ("pp", STAGED), ("ep", STACKED)),
+                excludes=(("pp", "windows"),),
                 keeps_experts_whole=True,
                 gathers_keys=True,
                 recomputes="where needed",
@@ -244,11 +256,13 @@ _BUILT_IN = (
                     ("tp", "sp"),
                     ("tp", "experts"),
                     ("tp", "adapters"),
+                    ("adapters", "rounded"),
                     ("sp", "latent"),
                     ("zero 0", "half"),
                     ("zero 0", "offload"),
                     ("zero 0", "offload_optimizer: True"),
                 ),
+                families=(("tp", SPLIT),),
                 recomputes="always",
                 recompute_option=("activation_checkpointing", True),
                 options=(("tp", "tp"), ("sp", "sp"), ("zero", "zero"), ("offload", "offload_optimizer")),
@@ -284,7 +298,8 @@ _BUILT_IN = (
                 offload=True,
                 divides_heads=True,
                 divides_layers=True,
-                excludes=(("tp", "experts", "sequence_parallel: False"),),
+                excludes=(("windows",), ("tp", "experts", "sequence_parallel: False")),
+                families=(("any", MAPPED),),
                 recomputes="always",
                 recompute_option=("recompute", "full"),
                 options=(

@@ -28,6 +28,7 @@ Training (`train_cost`):
                                                                 ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
                                                                 a pipeline's bubble, since stages are empty between micro-batches, and its
                                                                 passes (`passes_excess_s`)
+    a call of forward passes   waits * token_s * run_tokens     stages fill and empty once: m runs through p stages take (m + p - 1) / m
     an optimiser step      optimizer_s                          the gradients' reduction, the optimiser's bytes
 
 Micro-batches are distributed over the replicas, so one costs the whole trainer a dp-th of what it costs a replica. Samples are assumed to
@@ -52,7 +53,7 @@ from typing import ParamSpec, TypeVar, final
 import msgspec
 
 from m2flow.engines.contract import ParallelLayouts
-from m2flow.engines.registry import held_by_ranks, train_options
+from m2flow.engines.registry import LOGPROB_TOKENS, held_by_ranks, train_options
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
     Arithmetic,
@@ -323,6 +324,7 @@ def train_cost(
     split: Passes | None = None,
     has_whole_experts: bool = False,
     gathers_keys: bool = False,
+    run_tokens: float = 0.0,
 ) -> TrainCost:
     """The cost of a trainer: forward passes, updates and optimiser steps.
 
@@ -330,6 +332,7 @@ def train_cost(
         has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`. gathers_keys: as of `ParallelLayouts.gathers_keys`.
         split: how each micro-batch passes through stages, which are empty after it (`fsdp`, `megatron`). None: micro-batches of a step
             follow each other (1F1B), so that stages wait once a step, as in published runs of other systems.
+        run_tokens: those that go through the stages together in a forward pass, on a replica: (pp - 1) runs are waited for.
     """
     device = pool.device
     devices = layout.num_devices
@@ -351,6 +354,8 @@ def train_cost(
         fixed_s=(device.microbatch_s + gathered + routed_s) / layout.dp,
         token_s=work / (forward_rate * peak) + token_comm_s + moved_s,
         token2_s=work2 / (forward_rate * peak),
+        waits=(layout.pp - 1) * split.forward_wait if split is not None else 0.0,
+        run_tokens=run_tokens * layout.dp,
     )
     if not is_trained:
         return TrainCost(forward, forward, 0.0)
@@ -390,6 +395,8 @@ def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCo
     trained = f"each of {shape.adapter_parameters / 1e6:.3g} M parameters of adapters" if shape.adapter_parameters else "a parameter"
     step = f"{_STEP_BYTES} B {trained} and the gradients' reduction, {layout}"
     whole = f"{linear}, frozen but for adapters" if shape.adapter_parameters else linear
+    waited = f"modelled: {cost.forward.waits:g} runs of {cost.forward.run_tokens:,.0f} tokens, in which the stages of a forward pass fill"
+    waits = {"forward_stages_s": Constant(cost.forward.wait_s(math.inf), "s", waited)} if cost.forward.waits else {}
     return {
         "forward_token_s": Constant(cost.forward.token_s, "s", f"modelled: {linear} / {forward}"),
         "forward_token2_s": Constant(cost.forward.token2_s, "s", f"modelled: {square} / {forward}"),
@@ -397,6 +404,7 @@ def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCo
         "update_token2_s": Constant(cost.update.token2_s, "s", f"modelled: forward and backward of {square} / {rate}"),
         "microbatch_s": Constant(cost.update.fixed_s, "s", "modelled: launches, and what ZeRO moves for each micro-batch"),
         "optimizer_s": Constant(cost.optimizer_s, "s", f"modelled: {step}"),
+        **waits,
     }
 
 
@@ -584,6 +592,8 @@ class ModelledCosts(Costs):
         self._recomputes = spec.train.options[option] == value if option in spec.train.options else how == "always"
         self._sends_adapters = spec.weights.adapters == "alone" and adds_adapters(spec.rollout.engine)
         self._trained = {call.engine.role for call in workload.calls if call.work == "update" and call.engine is not None}
+        given = spec.train.options.get("logprob_tokens", LOGPROB_TOKENS)
+        self._run_tokens = float(int(str(given))) if is_count(given) else 0.0
         self._samples: dict[str, int] = {}
         for call in workload.calls:
             if call.work == "generate" and call.engine is not None:
@@ -771,6 +781,7 @@ class ModelledCosts(Costs):
             split=self._passes(layout, count),
             has_whole_experts=self._offers["train"].keeps_experts_whole,
             gathers_keys=self._offers["train"].gathers_keys,
+            run_tokens=max(self._run_tokens, self.extent(engine.role).sample),
         )
 
     @_memoised

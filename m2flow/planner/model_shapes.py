@@ -223,6 +223,8 @@ class ModelShape:
     """The experts' share of the adapter parameters."""
     family: str = ""
     """`model_type` of its config; empty: not known."""
+    has_windows: bool = False
+    """Whether the attention of some layers does not see all earlier tokens."""
 
     @cached_property
     def attention_parameters(self) -> int:
@@ -462,7 +464,18 @@ def _from_fields(fields: _Fields, name: str) -> ModelShape:
         has_query_norms=kind.startswith("qwen3"),
         max_context=fields.count("max_position_embeddings", default=0),
         family=kind,
+        has_windows=_has_windows(fields, kind, layers),
     )
+
+
+def _has_windows(fields: _Fields, kind: str, num_layers: int) -> bool:
+    """Whether some layers have windows or chunks: a config lists the kinds of its layers, or has fields that say where windows begin."""
+    if isinstance(kinds := fields.get("layer_types"), list):
+        return any(one != "full_attention" for one in kinds)
+    is_on = fields.get("use_sliding_window")
+    if is_on is False or (is_on is None and kind.startswith("qwen")) or fields.count("max_window_layers", default=0) >= num_layers:
+        return False
+    return bool(fields.get("sliding_window") or fields.get("attention_chunk_size"))
 
 
 def _num_dense(fields: _Fields, layers: int) -> int:

@@ -23,7 +23,8 @@ from typing import final
 
 import msgspec
 
-from m2flow.errors import M2FlowError, PlanError, SpecError
+from m2flow.engines.registry import check_trainer, train_options
+from m2flow.errors import EngineError, M2FlowError, PlanError, SpecError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import check_pins
@@ -32,6 +33,7 @@ from m2flow.micro.protocol.plan import Choice, Plan, WorkerPlan
 from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.model_shapes import ModelShape
+from m2flow.planner.pools import offered, refused_in_all
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.search import find_plan
 from m2flow.planner.workload import Workload, extents_of, workload_of
@@ -143,6 +145,7 @@ def question_of(
     observed = measured.lengths() if measured and measured.responses else None
     known = parse_lengths(lengths, lengths_of_run) if isinstance(lengths, str) and lengths else lengths or observed
     shapes = shapes_of(models, spec)
+    _check_shapes(workload, shapes, spec)
     found, cuts = _within_limits(known or _assumed(workload), workload, shapes, given=lengths if isinstance(lengths, str) else "")
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
     costs = ProfiledCosts(measured, modelled) if measured else modelled
@@ -150,6 +153,31 @@ def question_of(
     blind = (UNKNOWN_TOOLS,) if has_agents and not costs.episodes().episodes else ()
     doubts = (*cuts, *(measured.doubts(spec) if measured else ()), *blind)
     return Question(workload, found, known is not None, costs, spec, doubts, partial(_lowered, graph, models, spec, copies))
+
+
+def _check_shapes(workload: Workload, shapes: Mapping[str, ModelShape], spec: ClusterSpec) -> None:
+    """Check that the trainer can have the models of its roles in some layout. Raises `EngineError`."""
+    offers = offered(spec.train.engine, "train")
+    for engine in workload.engines:
+        why = refused_in_all(shapes[engine.role], offers) if engine.kind == "train" and engine.role in shapes else ""
+        if why:
+            raise EngineError(
+                f"the train engine {spec.train.engine!r} can't have the model of {engine.role}: {why}",
+                now="Take another train engine: `m2flow engines` lists them.",
+            )
+
+
+def check_trainers(plan: Plan, spec: ClusterSpec, models: Mapping[str, Model]) -> None:
+    """Check that a plan's trainers can have the models of their roles, in its layouts.
+
+    Raises:
+        EngineError: one can't. ModelError: a model is not there.
+    """
+    for worker in plan.workers:
+        for slot in worker.engines:
+            if slot.kind == "train" and slot.role in models:
+                given = train_options(slot.engine, spec.train.options, slot.planned)
+                check_trainer(slot.engine, models[slot.role], given, worker.ranks)
 
 
 def _lowered(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, copies: Mapping[str, str] | None, choice: Choice) -> Plan:

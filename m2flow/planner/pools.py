@@ -595,14 +595,27 @@ def is_accepted(shape: ModelShape, layout: Layout, offers: ParallelLayouts, opti
     >>> [is_accepted(shape_named("Qwen2.5-7B"), Layout(tp=2, sp=sp), offered("deepspeed", "train"), {}) for sp in (1, 2)]
     [True, False]
     """
-    there = _traits(shape, layout, options)
-    if any(there.issuperset(those) for those in offers.excludes):
+    if refused_in_all(shape, offers) or any(_traits(shape, layout, options).issuperset(those) for those in offers.excludes):
         return False
-    if any(getattr(layout, degree) > 1 and shape.family not in ("", *families) for degree, families in offers.families):
+    if any(getattr(layout, degree, 1) > 1 and shape.family not in ("", *families) for degree, families in offers.families):
         return False
     spread, count = options.get("etp"), layout.tp * layout.num_sharing
     is_even = not is_count(spread) or layout.ep == 1 or count % (int(str(spread)) * layout.ep) == 0
     return is_even and _can_order(shape, layout, offers, options)
+
+
+def refused_in_all(shape: ModelShape, offers: ParallelLayouts) -> str:
+    """What of a model a trainer refuses in every layout; empty: nothing that a shape shows.
+
+    >>> from dataclasses import replace
+    >>> from m2flow.planner.model_shapes import shape_named
+    >>> refused_in_all(replace(shape_named("Qwen2.5-7B"), family="phi3"), offered("megatron", "train"))
+    "a 'phi3' model; it has deepseek_v2, deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"
+    """
+    known = dict(offers.families).get("any", (shape.family,))
+    if shape.family not in ("", *known):
+        return f"a {shape.family!r} model; it has {', '.join(known)}"
+    return "a model with sliding windows" if shape.has_windows and ("windows",) in offers.excludes else ""
 
 
 def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> set[str]:
@@ -615,7 +628,9 @@ def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) ->
         "experts": shape.num_experts > 0,
         "latent": shape.latent > 0,
         "adapters": shape.adapter_parameters > 0,
+        "windows": shape.has_windows,
         "half": options.get("compute_dtype", shape.dtype) != "float32",
+        "rounded": options.get("compute_dtype", shape.dtype) != shape.dtype,
     }
     return there | {name for name, is_so in of_model.items() if is_so}
 
@@ -651,6 +666,8 @@ class Passes:
     """As of `bubble_share`."""
     longest: float = 0.0
     """The share of a micro-batch that its longest sample is, which is not cut."""
+    forward_wait: float = 1.0
+    """How much of the wait of (pp - 1) runs a forward pass has: interleaved, it waits for a chunk of a stage."""
 
     @property
     def part(self) -> float:
@@ -671,11 +688,11 @@ def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, reco
         (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     >>> passes_of(Layout(pp=4), 8, {"vpp": 2}, recomputes=False)
-    Passes(count=8, held=5.5, bubble=0.5, longest=0.0)
+    Passes(count=8, held=5.5, bubble=0.5, longest=0.0, forward_wait=0.5)
     """
     chunks = chunks_of(options)
     held = (2 * (layout.pp - 1) + (chunks - 1) * layout.pp + 1) / chunks if chunks > 1 else layout.pp
-    return Passes(count, float(held), bubble_share(options, recomputes=recomputes), longest)
+    return Passes(count, float(held), bubble_share(options, recomputes=recomputes), longest, 1 / chunks)
 
 
 def passes_excess_s(layout: Layout, passes: Passes, stage_s: float, read_s: float, fixed_s: float) -> float:

@@ -604,8 +604,8 @@ def _passes(
 ) -> FloatArray:
     trains = _of_layouts(options, lambda option: costs.train(engine, option.pool, option.layout))
     passes = [train.update if call.work == "update" else train.forward for train in trains]
-    terms = np.array([(p.fixed_s, p.sample_s, p.token_s, p.token2_s) for p in passes]).reshape(-1, 4).T[..., None]
-    fixed, sample_s, token_s, token2_s = terms
+    terms = np.array([(p.fixed_s, p.sample_s, p.token_s, p.token2_s, p.waits, p.run_tokens) for p in passes]).reshape(-1, 6).T[..., None]
+    fixed, sample_s, token_s, token2_s, waits, run_tokens = terms
     sample = sample_s + token_s * batch.mean_tokens + token2_s * batch.mean_square
     replicas = np.array([option.layout.dp for option in options], np.float64)[:, None]
     size = np.array(chunks, np.float64)[None, :]
@@ -617,7 +617,7 @@ def _passes(
     # Of the longest sample, which one replica works on while the others wait.
     most_s = sample_s + (token_s * longest + token2_s * longest**2)
     chunk_s = microbatches * replicas * fixed + np.maximum(rows * sample, most_s) * replicas  # `fixed` is a replica's, shared out to all.
-    pass_s = call.num_samples / size * chunk_s
+    pass_s = call.num_samples / size * (chunk_s + waits * token_s * np.minimum(size * batch.mean_tokens, run_tokens))
     if call.work != "update":
         return np.stack([np.zeros_like(pass_s), pass_s, np.zeros_like(pass_s)], axis=-1)
     optimizer = np.array([train.optimizer_s for train in trains])[:, None] * call.num_optimizer_steps

@@ -780,9 +780,14 @@ def _scaled_train(modelled: TrainCost, known: TrainCost, there: TrainCost) -> Tr
 
 
 def _scaled(modelled: C, known: C, known_modelled: C) -> C:
-    """Scale modelled constants by the ratio of measured to modelled ones elsewhere; where the model has 0, take the measured one."""
+    """Scale modelled constants by the ratio of measured to modelled ones elsewhere; where the model has 0, take the measured one.
+
+    What a pass through stages waits for is the layout's: it stays as modelled.
+    """
     changes = {}
     for name in modelled.__struct_fields__:
+        if name in ("waits", "run_tokens"):
+            continue
         here, measured, there = (getattr(one, name) for one in (modelled, known, known_modelled))
         if isinstance(measured, float):
             changes[name] = here * measured / there if there else measured

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import final
 
 from m2flow.engines.contract import LOADING
-from m2flow.engines.registry import check_engine, check_trainer, engine_named, train_options
+from m2flow.engines.registry import check_engine, engine_named
 from m2flow.errors import EngineError, FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
@@ -85,7 +85,7 @@ from m2flow.observe.perfetto import write_trace
 from m2flow.observe.spans import busy_seconds
 from m2flow.observe.store import read_trace, to_otel
 from m2flow.planner.measuring import measured_so_far
-from m2flow.planner.planning import Forecast, find_models, forecast, is_searched, question_of, write_forecast
+from m2flow.planner.planning import Forecast, check_trainers, find_models, forecast, is_searched, question_of, write_forecast
 from m2flow.planner.profiles import read_profile
 from m2flow.recipe import Model
 from m2flow.simulator.machines import paced
@@ -103,9 +103,7 @@ def check_engines(plan: Plan, spec: ClusterSpec, models: Mapping[str, Model]) ->
     for worker in plan.workers:
         for slot in worker.engines:
             check_engine(slot.engine, slot.kind, worker.device, options.get(slot.kind) if spec.launcher == "local" else None)
-            if slot.kind == "train" and slot.role in models:
-                given = train_options(slot.engine, spec.train.options, slot.planned)
-                check_trainer(slot.engine, models[slot.role], given, worker.ranks)
+    check_trainers(plan, spec, models)
 
 
 _LOCK = "run.lock"

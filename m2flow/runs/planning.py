@@ -23,7 +23,7 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.plan_file import check_edited, origin_of, read_plan, write_plan_file
 from m2flow.planner.explaining import explain, step_lines
-from m2flow.planner.planning import Forecast, find_models, forecast, is_searched, question_of, with_shapes, write_forecast
+from m2flow.planner.planning import Forecast, check_trainers, find_models, forecast, is_searched, question_of, with_shapes, write_forecast
 from m2flow.planner.profiles import read_profile
 from m2flow.recipe import Model
 from m2flow.runs.entrance import ClusterLike, FlowLike, flow_of, options_of, spec_of, target_of
@@ -164,12 +164,19 @@ def make_plan(
     found = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned, copies=copies.sources)
     if pinned is not None:
         check_edited(pinned, found, spec)
+    check_trainers(found, spec, {role: model for role, model in models.items() if _is_the_planned(model, models, spec)})
     found = paced(found, graph, models, spec, profile)
     foreseen = None
     if found.choice is None and profile is not None:
         read_profile(profile).check(models, spec)
         foreseen = forecast(found, spec, lambda other: question_of(graph, models, other, lengths=lengths, profile=profile))
     return Planned(target, dict(options), spec, seed, steps, exploration, found, foreseen, tuple(tried), doubts)
+
+
+def _is_the_planned(model: Model, models: Mapping[str, Model], spec: ClusterSpec) -> bool:
+    """Whether what is planned for is a model in a directory here: not one that the spec names a shape for, nor one that is elsewhere."""
+    others = {models[role].path for role in spec.shapes}
+    return model.path not in others and (Path(model.path).expanduser() / "config.json").is_file()
 
 
 def known_values(assume: Sequence[str], run_dir: Path | None) -> KnownValues:

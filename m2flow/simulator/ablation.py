@@ -256,7 +256,7 @@ class WholeBatches(AblatedCosts):
         cost = self._costs.train(engine, pool, layout)
         return msgspec.structs.replace(
             cost,
-            forward=msgspec.structs.replace(cost.forward, fixed_s=0.0),
+            forward=msgspec.structs.replace(cost.forward, fixed_s=0.0, waits=0.0),
             update=msgspec.structs.replace(cost.update, fixed_s=0.0),
         )
 

@@ -119,7 +119,7 @@ def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
                     gc.collect()
                     gc.freeze()
                 engines[number] = factory(model, replace(settings, rank=rank))
-            elif method in ("weights", "adapters", "base"):
+            elif method in ("weights", "adapters", "base", "weight_pieces"):
                 for _ in getattr(engines[number], method)():
                     pass
             elif method == "write_pieces":
@@ -147,7 +147,11 @@ def _not_none(engine: TrainEngine | None) -> TrainEngine:
 
 
 class Mirrored(TrainEngine):
-    """Rank 0 of a train engine; the followers repeat each of its calls."""
+    """Rank 0 of a train engine; the followers repeat each of its calls.
+
+    Raises:
+        EngineError: a follower can't make its engine; with its error.
+    """
 
     def __init__(self, factory: Factory, model: Model, settings: EngineSettings, followers: Followers) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="m2flow-ranks-"))
@@ -159,7 +163,8 @@ class Mirrored(TrainEngine):
         self.name, self.capabilities = self._own.name, self._own.capabilities
         self._number = id(self)
         followers.tell(self._number, "make", factory, model, settings)
-        followers.wait()
+        if failed := [f"rank {rank} of this trainer can't be made: {words}" for rank, words in enumerate(followers.wait(), 1) if words]:
+            raise EngineError("; ".join(failed))
 
     def start(self) -> None:
         self._on_all_ranks("start")
@@ -216,7 +221,11 @@ class Mirrored(TrainEngine):
 
     def _written(self, manifest: Manifest, bucket_bytes: int) -> list[Written]:
         self._followers.tell(self._number, "write_pieces", manifest, bucket_bytes, str(self._place))
-        own = PieceWriter().write(self._own.weight_pieces(), manifest, bucket_bytes)
+        try:
+            own = PieceWriter().write(self._own.weight_pieces(), manifest, bucket_bytes)
+        except M2FlowError:
+            self._followers.wait()
+            raise
         if failed := "; ".join(filter(None, self._followers.wait())):
             raise EngineError(f"not every rank has written its pieces: {failed}")
         files = [self._place / f"written-{rank}" for rank in range(1, self._followers.count + 1)]
@@ -231,14 +240,14 @@ class Mirrored(TrainEngine):
     def _gathered(self, method: str) -> Iterator[tuple[str, Tensor]]:
         self._followers.tell(self._number, method)
         found = list(getattr(self._own, method)())
-        self._followers.wait()
+        self._heard(method)
         return iter(found)
 
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         assert isinstance(source, Mirrored)
         self._followers.tell(self._number, "copy_from", source._number, share)
         self._own.copy_from(source._own, share)
-        self._followers.wait()
+        self._heard("copy_from")
 
     def adapter_reference(self, role: str, model: Model) -> TrainEngine:
         other = copy.copy(self)
@@ -246,7 +255,7 @@ class Mirrored(TrainEngine):
         other._number = id(other)
         self._followers.tell(self._number, "adapter_reference", role, model, other._number)
         other._own = _not_none(self._own.adapter_reference(role, model))
-        self._followers.wait()
+        self._heard("adapter_reference")
         return other
 
     def memory(self) -> Memory:
@@ -275,6 +284,9 @@ class Mirrored(TrainEngine):
             if not all(self._followers.wait()):
                 raise InternalError(f"{method} failed on rank 0 and not on all others") from None
             raise
+        self._heard(method)
+        return result
+
+    def _heard(self, method: str) -> None:
         if any(words := self._followers.wait()):
             raise InternalError(f"{method} failed on some ranks: {words}")
-        return result

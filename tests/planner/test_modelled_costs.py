@@ -1,8 +1,10 @@
 """The cost model without a profile: closed forms by hand, what must not get worse, and bytes that add up."""
 
 import itertools
+import math
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -503,6 +505,40 @@ def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
         assert plain.fixed_s - update(options, 4).fixed_s == pytest.approx((1 - share) * 3 * (of_tokens_s + own_s) / replicas)
         assert update({}, 1) == update(options, 1)
     assert bubble_share(ZERO_BUBBLE, recomputes=True) == 1 / 2
+
+
+def forwards(options: Mapping[str, object], tokens: int, *, is_free: bool = False) -> dict[str, float]:
+    """Seconds in which a trainer `fsdp` on two nodes computes log-probabilities of so many tokens at once, by layout."""
+    asked = costs(device="h100", nodes=2, train=TrainSpec(engine="fsdp", token_budget=16_384, options=dict(options)))
+    asked = asked.for_spec(asked.spec.model_copy(update={"pools": {"main": PoolSpec(device="h100", nodes=2, network_gb_s=20)}}))
+    found = {}
+    for layout in asked.layouts(TRAIN, "main", 16):
+        cost = asked.train(TRAIN, "main", layout).forward
+        cost = msgspec.structs.replace(cost, waits=0.0) if is_free else cost
+        found[str(layout)] = cost.seconds([1024] * (tokens // 1024), math.ceil(tokens / 16_384))
+    return found
+
+
+def test_forward_passes_through_stages_wait_for_them_once_a_call_and_the_wait_moves_a_choice() -> None:
+    few, many = 2**17, 2**22
+    chosen = [min(found := forwards({}, tokens), key=found.__getitem__) for tokens in (few, many)]
+    assert chosen == ["dp16xzero3", "pp2xdp8xzero3"], "a few runs are mostly waited for; of many, the gathering of weights weighs more"
+    free = [min(found := forwards({}, tokens, is_free=True), key=found.__getitem__) for tokens in (few, many)]
+    assert free == ["pp2xdp8xzero3"] * 2
+
+
+@pytest.mark.parametrize(("options", "share"), [({}, 1.0), ({"vpp": 2}, 1 / 2), (ZERO_BUBBLE, 1.0)], ids=str)
+def test_m_runs_through_p_stages_take_m_and_p_minus_1_of_them(options: Mapping[str, object], share: float) -> None:
+    asked = costs(device="h100", train=TrainSpec(engine="fsdp", options={"logprob_tokens": 8192, **options}))
+    cost = asked.train(TRAIN, "main", Layout(pp=4, dp=2, zero=3)).forward
+    for m in (1, 2, 8):
+        tokens = m * 8192 * 2  # On each of two replicas m runs.
+        work = msgspec.structs.replace(cost, fixed_s=0.0, token2_s=0.0)
+        assert work.seconds([tokens]) == pytest.approx((m + 3 * share) / m * tokens * cost.token_s)
+    alone = asked.train(TRAIN, "main", Layout(dp=8, zero=3)).forward
+    assert alone.wait_s(1e9) == 0
+    assert ("forward_stages_s" in asked.terms(TRAIN, "main", Layout(pp=4, dp=2, zero=3))) is True
+    assert "forward_stages_s" not in asked.terms(TRAIN, "main", Layout(dp=8, zero=3))
 
 
 def test_layers_that_are_computed_again_keep_fewer_activations_and_take_a_pass_more() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,27 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "megatron": [{}, {"vpp": 2}, {"vpp": 2, "micro_batches": 6}, {"etp": 2}, {"sequence_parallel": False}, {"zero": 0}],
 }
 """What a spec may say itself, of each trainer."""
+_EVEN = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "pad_token_id": None,
+}
+"""Sizes that forbid no degree: what is refused is the kind of the model."""
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+KINDS: dict[str, Callable[..., Any]] = {
+    "qwen2 with windows": partial(transformers.Qwen2Config, **_WINDOWS, max_window_layers=2),
+    "qwen3 with windows": partial(transformers.Qwen3Config, **_WINDOWS, max_window_layers=0),
+    "mixtral with windows": partial(transformers.MixtralConfig, sliding_window=5, num_local_experts=4),
+    "qwen3_moe with windows": partial(transformers.Qwen3MoeConfig, **_WINDOWS, num_experts=4, num_experts_per_tok=2),
+    "phi3": transformers.Phi3Config,
+    "olmo2": transformers.Olmo2Config,
+    "olmoe": partial(transformers.OlmoeConfig, num_experts=4, num_experts_per_tok=2),
+    "stablelm": transformers.StableLmConfig,
+}
 DIMENSIONS = ("tp", "pp", "sp", "dp", "ep", "zero", "offload")
 
 
@@ -42,6 +64,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Model]:
     configs = {name: CONFIGS[name]() for name in ("qwen2", "softcap")}
     configs |= {f"{name}, 4 layers": STAGED_CONFIGS[name]() for name in ("llama", "qwen3_moe", "deepseek_v3")}
     configs |= {name: mixture_config(name) for name in MIXTURES}
+    configs |= {name: CONFIGS[name]() for name in ("window", "sinks")}
+    configs |= {name: make(**_EVEN) for name, make in KINDS.items()}
     configs["heads of keys"] = transformers.LlamaConfig(
         vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2
     )
@@ -83,10 +107,13 @@ def told(engine: str, layout: Layout, options: Mapping[str, Any]) -> dict[str, o
 def test_a_run_accepts_every_layout_that_the_search_offers(engine: str, options: dict[str, Any], models: Mapping[str, Model]) -> None:
     num_checked = 0
     for name, model in variants(models):
+        if options and name in KINDS:
+            continue  # What these are refused for has no options.
         try:
             check_trainer(engine, model, {name: value for name, value in options.items() if name == "compute_dtype"}, 1)
         except M2FlowError:
-            continue  # It has no place for the model in any layout.
+            assert not offered_layouts(engine, model, options), f"{engine} has no place for {name}, which the search offers layouts for"
+            continue
         for layout in offered_layouts(engine, model, options):
             try:
                 check_trainer(engine, model, told(engine, layout, options), layout.num_devices)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import transformers
 from click.testing import CliRunner, Result
 from profiled_runs import PROFILE
 
@@ -54,6 +55,31 @@ def test_a_plan_on_pools_says_where_each_call_runs_and_for_how_long(document):
 def test_engines_on_one_device_take_turns_and_fit_it(document):
     assert {place["mode"] for place in document["placement"].values()} == {"time-shared"}
     assert all(0 < gib < 80 for gib in document["memory_gib"].values())
+
+
+def tiny_phi(folder: Path) -> str:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "pad_token_id": 0}
+    transformers.Phi3Config(vocab_size=64, **sizes).save_pretrained(folder)
+    return str(folder)
+
+
+def cluster_of(tmp_path: Path, text: str) -> str:
+    (tmp_path / "cluster.yaml").write_text(text)
+    return str(tmp_path / "cluster.yaml")
+
+
+def test_a_model_that_the_trainer_has_no_place_for_is_refused_by_name_where_a_search_would_find_no_layout(tmp_path: Path) -> None:
+    spec = cluster_of(tmp_path, "pools: {main: {device: h100}}\ntrain: {engine: megatron}\nrollout: {engine: sglang}\n")
+    result = plan("--cluster", spec, "--shape", f"policy={tiny_phi(tmp_path / 'phi')}", "--no-try")
+    assert result.exit_code != 0
+    assert "the train engine 'megatron' can't have the model of policy: a 'phi3' model; it has deepseek_v2, " in result.output
+
+
+def test_a_plan_says_what_a_run_would_refuse_of_a_model_that_is_here(tmp_path: Path) -> None:
+    spec = cluster_of(tmp_path, "placement: split\nrollout: {engine: embedded}\ntrain: {engine: fsdp, ranks: 3, options: {tp: 3}}\n")
+    result = plan("--cluster", spec, "--no-try")
+    assert result.exit_code != 0
+    assert "tp is 3, which does not divide the model's num_attention_heads" in result.output
 
 
 def test_the_plan_in_words_names_every_engine_and_its_terms():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
+from m2flow.engines.distributed import ranks
 from m2flow.engines.distributed.ranks import RankedTrain
 from m2flow.errors import StateLost
 from m2flow.recipe import AdamW, Model
@@ -73,6 +77,84 @@ def _hanging(
 def submodule(engine: Any, name: str) -> torch.nn.Module:
     found: torch.nn.Module = engine._model.get_submodule(name)
     return found
+
+
+Call = Literal["start", "weights", "weight_pieces", "save"]
+
+
+def _staying(
+    of: Callable[[Model, EngineSettings], RankedTrain], call: Call, wait_s: float, model: Model, settings: EngineSettings
+) -> RankedTrain:
+    engine = of(model, settings)
+    ranks._WAIT = datetime.timedelta(seconds=wait_s)
+    if settings.rank != 1:
+        return engine
+    if call == "start":
+        meet = engine._ranks.open
+
+        def meet_and_stay(leave: Callable[[], object] | None = None) -> None:
+            meet(leave)
+            sleeps_here()
+
+        engine._ranks.open = meet_and_stay  # type: ignore[method-assign]
+    elif call == "save":
+        FileSystemWriter.write_data = stays_on_its_disk
+    else:
+        tensors = getattr(engine, call)
+
+        def tensors_and_stay() -> Iterator[Any]:
+            for number, item in enumerate(tensors()):
+                yield item
+                if number == 2:
+                    sleeps_here()
+
+        setattr(engine, call, tensors_and_stay)
+    return engine
+
+
+_OF_TORCH: dict[str, Any] = {"time": time, "STAYS_S": STAYS_S}
+exec(compile("def write_data(*_): time.sleep(STAYS_S)", "/lib/torch/distributed/checkpoint/filesystem.py", "exec"), _OF_TORCH)
+stays_on_its_disk = _OF_TORCH["write_data"]
+"""As a function of PyTorch whose disk does not answer."""
+
+
+_HANGING_CALLS: list[tuple[Call, dict[str, Any], str]] = [
+    ("start", {}, r"start, loading, for \d+ s, in sleeps_here \(hanging.py:"),
+    ("weights", {}, r"weights, at \S+, for \d+ s, in sleeps_here \(hanging.py:"),
+    ("weight_pieces", {}, r"weight_pieces, at \S+, for \d+ s, in sleeps_here \(hanging.py:"),
+    ("save", {"spread_checkpoints": True}, r"save, writing parts of a checkpoint, for \d+ s, in write_data \(filesystem.py:"),
+]
+of_hanging_calls = pytest.mark.parametrize(("call", "options", "said"), _HANGING_CALLS, ids=[call for call, _, _ in _HANGING_CALLS])
+"""A call, the options with which it hangs, and what is to be said of it."""
+
+
+def check_a_call_is_named_that_hangs(
+    of: Callable[[Model, EngineSettings], TrainEngine],
+    call: Call,
+    said: str,
+    model: Model,
+    options: dict[str, Any],
+    followers: Followers,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 ends the call in time, with the rank that stays, and its place."""
+    start_s = WAIT_S if call == "start" else 60.0
+    monkeypatch.setattr(ranks, "_WAIT", ranks._WAIT)
+    settings = EngineSettings(options={**options, "collective_timeout_s": WAIT_S})
+    engine = Mirrored(functools.partial(_staying, of, call, start_s), model, settings, followers)
+    arguments = (str(folder / "checkpoint"),) if call == "save" else ()
+    if call != "start":
+        engine.start()
+    begin = time.monotonic()
+    followers.tell(engine._number, call, *arguments)
+    with pytest.raises(StateLost, match=rf"rank 1 of this trainer hangs: {said}") as caught:
+        for _ in getattr(engine._own, call)(*arguments) or ():
+            pass
+    assert time.monotonic() - begin < ENDS_S + (10.0 if call == "start" else 0.0)
+    assert f"rank 0 waited for it ({call}" in caught.value.what
+    followers.wait()  # Who was waited for goes on, and may hear that the others are gone.
+    engine.stop()
 
 
 def check_who_hangs_is_named(

@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import msgspec
@@ -221,11 +221,18 @@ class PieceWriter:
         """Write this process's pieces.
 
         Args:
-            pieces: the tensor's name, where the piece begins in each dimension, and its values, a torch tensor.
+            pieces: the tensor's name, where the piece begins in each dimension, and its values, a torch tensor. A generator that is not
+                read to its end is closed, so that it can say so to others.
             manifest: says where each tensor lies and what type it is sent as; its checksums are not known yet.
         Raises:
             ChannelError: a piece is of no tensor, or does not fit it; or the segment is gone.
         """
+        with contextlib.ExitStack() as stack:
+            if isinstance(pieces, Generator):
+                stack.enter_context(contextlib.closing(pieces))
+            return self._written(pieces, manifest, bucket_bytes)
+
+    def _written(self, pieces: Iterable[tuple[str, Sequence[int], Any]], manifest: Manifest, bucket_bytes: int) -> Written:
         body = np.frombuffer(self._attach(manifest), np.uint8, manifest.num_bytes)
         numbers = {entry.name: number for number, entry in enumerate(manifest.tensors)}
         bucket = _Bucket(bucket_bytes)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from m2flow.engines.registry import ONE_F_ONE_B, STACKED, STAGED, ZERO_BUBBLE
+from m2flow.engines.registry import ONE_F_ONE_B, SPLIT, STACKED, STAGED, ZERO_BUBBLE
 from m2flow.errors import EngineError, did_you_mean
 from m2flow.recipe import Model, is_count
 
@@ -124,8 +124,8 @@ def plan_of(config: Any, tp: int, *, with_experts: bool = False) -> dict[str, st
             attention = {f"layers.*.self_attn.{name}": style for name, style in _LATENT.items()}
             plan = {pattern: style for pattern, style in plan.items() if ".self_attn." not in pattern} | attention
     unknown = sorted(set(plan.values()) - {COLWISE, ROWWISE, SUMMED})
-    if not plan or unknown:
-        what = f"wants {', '.join(unknown)}" if unknown else "has none"
+    if not plan or unknown or config.model_type not in SPLIT:
+        what = "has none" if not plan else f"wants {', '.join(unknown)}" if unknown else "is not known"
         raise EngineError(
             f"a {config.model_type!r} model can't be split over ranks here: its tensor-parallel plan {what}", now="Leave tp out."
         )

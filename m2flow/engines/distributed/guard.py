@@ -62,6 +62,8 @@ _COLLECTIVES = (
     "/m2flow/engines/distributed/ranks.py",
 )
 """Files with functions that wait for other ranks, in sends and receives too."""
+_ALONE = ("/torch/distributed/checkpoint/",)
+"""Files among them whose functions read and write by themselves: where they wait for others, the innermost function is of another."""
 _BETWEEN = ("/torch/_ops.py", "/torch/autograd/function.py", "/torch/utils/_contextlib.py")
 """Files of functions through which collectives are called, and which compute nothing."""
 _BROKEN = re.compile(r"gloo.*(timed out|closed by peer|reset by peer)|wait timeout|collective operation timeout", re.IGNORECASE | re.DOTALL)
@@ -72,6 +74,10 @@ def is_of_a_collective(error: BaseException | None) -> bool:
     while error is not None and not _BROKEN.search(str(error)):
         error = error.__cause__
     return error is not None
+
+
+def _is_of(parts: Collection[str], file: str) -> bool:
+    return any(part in file for part in parts)
 
 
 class Course:
@@ -144,7 +150,7 @@ class Course:
             return Place(", ".join(filter(None, (call, work))), "?", for_s, False)
         file = frame.f_code.co_filename
         at = f"{frame.f_code.co_name} ({os.path.basename(file)}:{frame.f_lineno})"
-        return Place(", ".join(filter(None, (call, work))), at, for_s, any(part in file for part in _COLLECTIVES))
+        return Place(", ".join(filter(None, (call, work))), at, for_s, _is_of(_COLLECTIVES, file) and not _is_of(_ALONE, file))
 
 
 class Guard:

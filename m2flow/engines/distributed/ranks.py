@@ -57,12 +57,13 @@ from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, layers
 from m2flow.engines.models.trainer_checkpoint import Pieces
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, M2FlowError, OutOfMemory, StateLost, is_out_of_memory, naming_host_errors
+from m2flow.errors import EngineError, M2FlowError, OutOfMemory, StateLost, is_out_of_memory, naming_host_errors, unexpected
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch, Ragged, group_keys
 
 _WAIT = datetime.timedelta(minutes=10)
-"""A rank that waits longer in a collective raises: another one is gone, or hangs, or is not doing the same."""
+"""A rank that waits longer for the others raises, in a start or where none of the trainer's own times is set: another one is gone, or
+hangs, or is not doing the same."""
 MEANING = (
     "Seconds that a rank waits in a collective, by default 600: longer than any pass, step or checkpoint takes another one. Then the step "
     "ends, with the rank that hangs and its call, pass and layer in the error, and the run goes on from its last checkpoint."
@@ -72,6 +73,10 @@ MEANING = (
 
 _NAMED = re.compile(re.escape(named(0)).replace("0", r"\d+", 1))
 """How what a rank tells begins, if it is said already which one; it may have heard it from another."""
+
+
+_HERE = "m2flow/trainer/here/{}"
+"""The key by which a rank tells in the store that it has come."""
 
 
 class Ranks:
@@ -101,12 +106,19 @@ class Ranks:
         Raises:
             EngineError: they did not all come.
         """
+        self.course.at("rendezvous")
         if not dist.is_initialized():
             self._join_group()
-        self.group = dist.new_group(list(range(self.count)), timeout=_WAIT)
         self._open.append(self)
         if leave is not None:
             self._leaving.append(leave)
+        if self.count > 1:
+            number = self._open.index(self)
+            self._hang_detector = HangDetector(self.rank, self.count, number, self.course, _WAIT.total_seconds(), "Ranks that start")
+            self._hang_detector.open()
+            PLACES.append(self.course.words)
+        self.group = dist.new_group(list(range(self.count)), timeout=_WAIT)
+        self.course.at("loading")
 
     def _join_group(self) -> None:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
@@ -116,16 +128,26 @@ class Ranks:
         if not self._rendezvous.startswith("tcp:"):  # All are on this host.
             keep_gloo_here(os.environ)
         where: dict[str, Any] = {"init_method": self._rendezvous}
+        store: Any = None
         if self.count == 1 and not self._rendezvous:
             where = {"store": dist.HashStore()}
         try:
+            if self.count > 1:
+                store = next(dist.distributed_c10d.rendezvous(self._rendezvous, self.rank, self.count, timeout=_WAIT))[0]
+                store.set_timeout(_WAIT)
+                store.set(_HERE.format(self.rank), "")
+                where = {"store": dist.PrefixStore("default_pg", store)}
             dist.init_process_group(backend, rank=self.rank, world_size=self.count, timeout=_WAIT, **where)
         except (RuntimeError, ValueError, OSError) as error:
             sys.excepthook = self._hooks.pop()
             # torch has counted the group that did not come about, and the store's keys have that number: later ranks would wait for others.
             dist.distributed_c10d._world.group_count = 0
+            missing = [str(rank) for rank in range(self.count) if store is not None and not store.check([_HERE.format(rank)])]
+            who = f"rank {', '.join(missing)} of this trainer did not come to the start within {_WAIT.total_seconds():g} s; " * bool(
+                missing
+            )
             raise EngineError(
-                f"rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}",
+                f"{who}rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}",
                 now="The log of the rank that is missing (logs/) says why it did not come.",
             ) from error
 
@@ -136,14 +158,26 @@ class Ranks:
             PLACES.remove(self.course.words)
             self._hang_detector.close()
             self._hang_detector = None
-        dist.destroy_process_group(self.group)
-        del self.group  # Its threads end with the last reference, and until then wake a hundred times a second.
+        if hasattr(self, "group"):
+            dist.destroy_process_group(self.group)
+            del self.group  # Its threads end with the last reference, and until then wake a hundred times a second.
         self._open.remove(self)
         if not self._open:
             (self._leaving or [dist.destroy_process_group])[0]()
             self._leaving.clear()
             sys.excepthook = self._hooks.pop()
             gc.collect()  # Modules that were spread over ranks refer to each other, and to groups.
+
+    def end_of(self, start: Callable[[], None]) -> None:
+        """Start, and wait until all ranks have. Raises what a rank did, on all that have met."""
+        try:
+            start()
+        except Exception as error:
+            if self.count > 1 and hasattr(self, "group") and not is_of_a_collective(error):
+                self.agree(error if isinstance(error, M2FlowError) else unexpected("start", error))
+            raise
+        if self.count > 1:
+            self.agree(None)
 
     def neighbours(self, count: int) -> Any:
         """A group of neighbouring ranks: 0 to count - 1, the next, and so on. It lives until the process's last trainer is closed."""
@@ -167,9 +201,10 @@ class Ranks:
         if self.count == 1:
             return
         self.limit(*dist.distributed_c10d._world.pg_map, wait=self._timeout)
-        self._hang_detector = HangDetector(self.rank, self.count, self._open.index(self), self.course, self._timeout.total_seconds())
-        self._hang_detector.open()
-        PLACES.append(self.course.words)
+        if self._hang_detector is not None:
+            self._hang_detector.wait_at_most(
+                self._timeout.total_seconds(), f"The option {COLLECTIVE_TIMEOUT} of the trainer says so: ranks"
+            )
 
     def hung(self, error: Exception) -> StateLost | None:
         """What is to be said in place of an error of a call: who hangs, if that was the reason."""
@@ -252,16 +287,20 @@ class HangDetector:
     they wait. So in normal work nothing is told.
 
     Args:
-        number: of the trainer, among those of the process.
+        number: of the trainer, among those of the process. wait_s, who: how long which ranks wait.
     """
 
-    def __init__(self, rank: int, count: int, number: int, course: Course, wait_s: float) -> None:
-        self._rank, self._count, self._course, self._wait_s = rank, count, course, wait_s
-        self._period_s = min(wait_s / 8, 2.0)
+    def __init__(self, rank: int, count: int, number: int, course: Course, wait_s: float, who: str) -> None:
+        self._rank, self._count, self._course = rank, count, course
+        self.wait_at_most(wait_s, who)
         self._keys = [f"m2flow/trainer/{number}/place/{rank}" for rank in range(count)]
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._tell_now_and_then, name="m2flow-watch-ranks", daemon=True)
         self._store: Any = None
+
+    def wait_at_most(self, wait_s: float, who: str) -> None:
+        """From here on the ranks wait so long. Arguments as of the class."""
+        self._wait_s, self._who, self._period_s = wait_s, who, min(wait_s / 8, 2.0)
 
     def open(self) -> None:
         self._store = dist.distributed_c10d._get_default_store()
@@ -300,7 +339,7 @@ class HangDetector:
             hanging = [f"rank {', '.join(silent)} of this trainer does not say where it is: it is gone, or keeps the interpreter's lock"]
         waits = [f"rank {rank} waits for it ({place.work})" for rank, place in places.items() if place.waits]
         waits += [f"rank {self._rank} waited for it ({own.work})"] if own is not None else []
-        now = f"The option {COLLECTIVE_TIMEOUT} of the trainer ({self._wait_s:g} s) says how long ranks wait. The ranks' logs may say more."
+        now = f"{self._who} wait for each other for {self._wait_s:g} s. The ranks' logs may say more."
         return StateLost("; ".join([*hanging, *waits]), now=now)
 
     def _told(self) -> Iterator[tuple[int, Place]]:
@@ -311,6 +350,8 @@ class HangDetector:
                     yield rank, Place(*place)
 
 
+_ITERATED = ("weights", "adapters", "base", "weight_pieces")
+"""Calls of an engine that yield tensors by name."""
 _CALLS = ("accumulate", "apply", "logprobs", "top_logprobs", "values", "scores", "save", "held_checkpoint", "load", "copy_from", "discard")
 
 
@@ -326,6 +367,39 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 if (lost := engine._ranks.hung(error)) is not None:
                     raise lost from error
                 raise
+
+    return call
+
+
+def _watched_items(name: str, method: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """As `_watched`, of a call that yields tensors. Its place lasts until the last one has been used, since others wait for the next.
+
+    Pieces of weights are sent by each rank alone: the call ends on all of them when it has ended on each, or has failed on one.
+    """
+
+    @functools.wraps(method)
+    def call(engine: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        ranks: Ranks = engine._ranks
+        meets = name == "weight_pieces" and ranks.count > 1
+        with ranks.course.during(name):
+            try:
+                for item in method(engine, *args, **kwargs):
+                    ranks.course.at(f"at {item[0]}")
+                    yield item
+            except GeneratorExit as end:
+                if meets:
+                    why = end.__context__  # What who reads the pieces raised.
+                    with suppress(M2FlowError, RuntimeError):
+                        ranks.agree(
+                            why if isinstance(why, M2FlowError) else EngineError("it did not send all of its pieces of the weights")
+                        )
+                raise
+            except Exception as error:
+                if (lost := ranks.hung(error)) is not None:
+                    raise lost from error
+                raise
+            if meets:
+                _watched(name, lambda _: ranks.agree(None))(engine)
 
     return call
 
@@ -356,16 +430,23 @@ def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int, *, is_w
 
 
 def stopping_if_it_fails(start: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Make of a trainer's `start` one that stops the trainer if it raises: who has met other ranks leaves them, and may start again."""
+    """Make of a trainer's `start` one that stops the trainer if it raises: who has met other ranks leaves them, and may start again.
+
+    It notes where it is, as `_watched`, and ends on all ranks when it has ended on each, or has failed on one.
+    """
 
     @functools.wraps(start)
     def started(engine: Any) -> None:
-        try:
-            start(engine)
-            engine._ranks.watch()
-        except BaseException:
-            engine.stop()
-            raise
+        with engine._ranks.course.during("start"):
+            try:
+                engine._ranks.end_of(functools.partial(start, engine))
+                engine._ranks.watch()
+            except BaseException as error:
+                lost = engine._ranks.hung(error) if isinstance(error, Exception) else None
+                engine.stop()
+                if lost is not None:
+                    raise lost from error
+                raise
 
     return started
 
@@ -418,6 +499,8 @@ class RankedTrain(EmbeddedTrain):
         super().__init_subclass__()
         for name in _CALLS:
             setattr(cls, name, _watched(name, getattr(cls, name)))
+        for name in _ITERATED if RankedTrain in cls.__bases__ else [name for name in _ITERATED if name in vars(cls)]:
+            setattr(cls, name, _watched_items(name, getattr(cls, name)))
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
@@ -591,6 +674,7 @@ class RankedTrain(EmbeddedTrain):
         is_first = self._ranks.rank == 0
         parts = path.with_name(f".{path.name}.parts")
         self._together(lambda: _emptied(parts) if is_first else None)
+        self._ranks.course.at("writing parts of a checkpoint")
         self._together(lambda: trainer_checkpoint.write_parts(parts, tensors, self._ranks.group))
         self._together(lambda: trainer_checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
 

@@ -69,7 +69,7 @@ from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.requests import SamplingMask
 from m2flow.engines.models.routing import OF_TOKENS, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of
 from m2flow.engines.models.trainer_checkpoint import spread_like
-from m2flow.engines.registry import built_in
+from m2flow.engines.registry import LOGPROB_TOKENS, built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
 from m2flow.recipe import (
     HEAD_OUTPUTS,
@@ -352,10 +352,8 @@ def _rows(count: int, size: int) -> list[slice]:
 
 # Shapes: N samples, T tokens under the loss mask.
 
-_LOGPROB_TOKENS = 16384
-"""Tokens of a forward pass without gradient. The option `logprob_tokens` overrides it."""
 OPTIONS = {
-    "logprob_tokens": "Tokens of a forward pass without gradient, by default 16384.",
+    "logprob_tokens": f"Tokens of a forward pass without gradient, by default {LOGPROB_TOKENS}.",
     "share_prompts": "Compute what several samples begin with, such as their prompt, once; by default true.",
     "fp32_head": "Compute logits in float32 whatever the type of the weights, as the rollout engine's option does; by default false.",
     "head_logits": "Most logits (tokens times vocabulary) that exist at a time, by default 67108864; fewer take less memory.",
@@ -553,7 +551,7 @@ class EmbeddedTrain(TrainEngine):
 
     def _runs(self, tokens: Ragged) -> Iterator[npt.NDArray[np.int64]]:
         """Rows that go through the model together; each alone with `deterministic`, so that no result depends on its neighbours."""
-        budget = 0 if self._settings.deterministic else self._count("logprob_tokens", _LOGPROB_TOKENS)
+        budget = 0 if self._settings.deterministic else self._count("logprob_tokens", LOGPROB_TOKENS)
         return packing.runs_within(tokens.lengths, budget)
 
     def _tokenised(self, batch: Batch) -> Batch:

@@ -7,7 +7,7 @@
 Tensor-parallel ranks are neighbours, stages are farthest apart: what is sent most goes the shortest way. Experts lie over the ranks of a
 stage, in groups of `ep`, each of them split over `etp`.
 
-Refused are models of other families than `FAMILIES`, and what of a family's config changes what it computes in a way that is not
+Refused are models of other families than `MAPPED`, and what of a family's config changes what it computes in a way that is not
 mapped: windows, biases, other activations, other positions, layers without experts among those with them (but DeepSeek's first).
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from m2flow.engines.distributed import timeout_s_of
+from m2flow.engines.registry import MAPPED
 from m2flow.errors import EngineError, did_you_mean
 from m2flow.recipe import Model
 
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
     from m2flow.engines.models.routing import Mixture
 
 LATENT = ("deepseek_v2", "deepseek_v3")
-"""Those of `FAMILIES` with latent attention, shared experts and, in their first layers, none."""
-FAMILIES = (*LATENT, "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Values of `model_type` whose weights have a place in Megatron's model."""
+"""Those of `MAPPED` with latent attention, shared experts and, in their first layers, none."""
 _ROPES = ("default", "linear", "llama3")
 """Kinds of rotary embeddings whose frequencies depend on nothing but the config. With latent attention there is YaRN, too."""
 _OF_THE_PASSES = ("logprob_tokens", "share_prompts", "fp32_head", "head_logits")
@@ -207,9 +206,9 @@ def check_model(config: Any, options: Options) -> None:
         EngineError: it can't; with the field of the config that is in the way.
     """
     name = str(config.model_type)
-    if name not in FAMILIES:
+    if name not in MAPPED:
         raise EngineError(
-            f"the train engine 'megatron' has no place for the weights of a {name!r} model; it has for {', '.join(FAMILIES)}",
+            f"the train engine 'megatron' has no place for the weights of a {name!r} model; it has for {', '.join(MAPPED)}",
             now="Use the train engine `fsdp` or `deepspeed`.",
         )
     wrong = next(_strange(config), "")

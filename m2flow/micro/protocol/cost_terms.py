@@ -119,9 +119,18 @@ class PassCost(msgspec.Struct, frozen=True):
     token2_s: float
     sample_s: float = 0.0
     """Below 0 where samples of a group share the work on their prompt."""
+    waits: float = 0.0
+    """Of a forward pass through stages: runs that a call waits for, beside its own: those in which the stages fill and empty."""
+    run_tokens: float = 0.0
+    """Tokens of such a run, on all replicas, where a call has as many."""
+
+    def wait_s(self, num_tokens: float) -> float:
+        """Seconds that a call of so many tokens waits for stages."""
+        return self.waits * self.token_s * min(num_tokens, self.run_tokens)
 
     def seconds(self, lengths: Sequence[int], num_microbatches: int = 1) -> float:
-        return num_microbatches * self.fixed_s + sum(self.sample_s + self.token_s * s + self.token2_s * s * s for s in lengths)
+        work_s = sum(self.sample_s + self.token_s * s + self.token2_s * s * s for s in lengths)
+        return num_microbatches * self.fixed_s + work_s + self.wait_s(sum(lengths))
 
 
 class TrainCost(msgspec.Struct, frozen=True):

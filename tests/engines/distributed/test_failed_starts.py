@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import pytest
 import torch.distributed as dist
 from tiny_models import CONFIGS, VOCABULARY, write_model
 
+from m2flow.channels.weights import Publisher, WeightOptions
 from m2flow.engines.contract import EngineSettings, TrainEngine
+from m2flow.engines.distributed import ranks
 from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import ReplicatedTrain
@@ -73,6 +78,71 @@ def test_ranks_whose_start_fails_leave_no_group_and_no_thread_to_those_that_star
     with started(make()) as engine:
         assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
     assert not dist.is_initialized()
+
+
+def test_who_does_not_come_to_the_start_is_named_in_the_time_that_ranks_wait(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_WAIT", datetime.timedelta(seconds=2))
+    with pytest.raises(EngineError, match="rank 1 of this trainer did not come to the start within 2 s; rank 0 of 2 did not meet"):
+        FsdpTrain(model, EngineSettings(num_ranks=2, rank=0, rendezvous=f"file://{tmp_path}/meet")).start()
+    assert not dist.is_initialized()
+
+
+def failing_on_rank_1(error: Exception, model: Model, settings: EngineSettings) -> TrainEngine:
+    engine = FsdpTrain(model, settings)
+    meet = engine._ranks.open
+
+    def meet_and_fail(leave: Callable[[], object] | None = None) -> None:
+        meet(leave)
+        raise error
+
+    if settings.rank == 1:
+        engine._ranks.open = meet_and_fail  # type: ignore[method-assign]
+    return engine
+
+
+def missing_on_rank_1(model: Model, settings: EngineSettings) -> TrainEngine:
+    if settings.rank == 1:
+        raise EngineError("it has no such package")
+    return FsdpTrain(model, settings)
+
+
+def test_an_engine_that_can_not_be_made_on_a_rank_raises_that_ranks_error_where_it_is_made(model: Model, followers: Followers) -> None:
+    with pytest.raises(EngineError, match="rank 1 of this trainer can't be made: it has no such package"):
+        Mirrored(missing_on_rank_1, model, EngineSettings(), followers)
+    with started(Mirrored(FsdpTrain, model, EngineSettings(), followers)) as engine:
+        assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
+
+
+@pytest.mark.parametrize("error", [EngineError("its disk is gone"), ValueError("its disk is gone")], ids=["ours", "another"])
+def test_a_start_that_fails_on_one_rank_after_they_met_fails_on_all_with_its_error(
+    error: Exception, model: Model, followers: Followers
+) -> None:
+    engine = Mirrored(partial(failing_on_rank_1, error), model, EngineSettings(), followers)
+    with pytest.raises(EngineError, match=r"rank 1 of this trainer: .*its disk is gone"):
+        engine.start()
+    with started(Mirrored(FsdpTrain, model, EngineSettings(), followers)) as again:
+        assert again.accumulate(samples(VOCABULARY), PPO).num_tokens
+
+
+def renaming_on_rank_1(model: Model, settings: EngineSettings) -> TrainEngine:
+    engine = FsdpTrain(model, settings)
+    pieces = engine.weight_pieces
+    if settings.rank == 1:
+        engine.weight_pieces = lambda: (piece._replace(name="no tensor") for piece in pieces())  # type: ignore[method-assign]
+    return engine
+
+
+def test_pieces_of_weights_that_one_rank_can_not_write_are_an_error_of_all_and_the_ranks_go_on(model: Model, followers: Followers) -> None:
+    with started(Mirrored(renaming_on_rank_1, model, EngineSettings(), followers)) as engine:
+        assert isinstance(engine, Mirrored)
+        with (
+            closing(Publisher("m2flow-test-pieces", WeightOptions(changes="never"))) as publisher,
+            pytest.raises(EngineError, match="rank 1 of this trainer: a piece of 'no tensor' came"),
+        ):
+            publisher.publish(iter(()), 1, spread=engine.spread(1 << 12))
+        assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
 
 
 def test_ranks_that_did_not_meet_leave_the_hook_for_errors_as_it_was_and_meet_others_later(

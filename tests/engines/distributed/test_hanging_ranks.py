@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from followed import followed
-from hanging import Stay, check_who_hangs_is_named
+from hanging import Call, Stay, check_a_call_is_named_that_hangs, check_who_hangs_is_named, of_hanging_calls
 from tiny_models import VOCABULARY, dense_config, write_model
 
 from m2flow.engines.contract import EngineSettings
@@ -50,6 +51,14 @@ def test_a_rank_that_stays_in_a_layer_ends_the_step_with_its_place(
     of: type[RankedTrain], options: dict[str, Any], stay: Stay, model: Model, followers: Followers
 ) -> None:
     check_who_hangs_is_named(of, stay, model, options, followers, samples(VOCABULARY))
+
+
+@pytest.mark.slow
+@of_hanging_calls
+def test_a_rank_that_stays_in_a_call_without_passes_ends_it_with_its_place(
+    call: Call, options: dict[str, Any], said: str, model: Model, followers: Followers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_a_call_is_named_that_hangs(FsdpTrain, call, said, model, options, followers, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("given", [0, -1.0, True, "10", float("inf")])

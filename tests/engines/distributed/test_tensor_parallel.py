@@ -24,9 +24,12 @@ from trainer_layouts import (
     check_pieces,
     train,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from m2flow.engines import registry
 from m2flow.engines.contract import EngineSettings, TrainEngine
-from m2flow.engines.distributed import check_fsdp
+from m2flow.engines.distributed import COLWISE, ROWWISE, SUMMED, check_fsdp, plan_of
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.registry import STACKED
@@ -257,6 +260,30 @@ def test_a_gradient_that_lacks_a_pass_is_not_applied(model: Model, followers: Fo
 
 
 # ---- what is refused
+
+
+def test_the_families_that_plans_split_are_those_that_transformers_has_a_plan_for_in_our_styles() -> None:
+    found = set[str]()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        styles = styles_of(name)
+        if styles and styles <= {COLWISE, ROWWISE, SUMMED}:
+            found.add(CONFIG_MAPPING[name]().get_text_config().model_type)
+    assert found == set(registry.SPLIT)
+    unlisted = type("Unlisted", (transformers.LlamaConfig,), {"model_type": "unlisted"})()
+    with pytest.raises(EngineError, match="a 'unlisted' model can't be split over ranks here: its tensor-parallel plan is not known"):
+        plan_of(unlisted, 2)
+
+
+def styles_of(name: str) -> set[str]:
+    """The styles of a family's plan; of attention over latent vectors, and of experts that go by number, we have our own."""
+    try:
+        config = CONFIG_MAPPING[name]().get_text_config()
+    except Exception:
+        return set()  # Several models in one, or defaults that make no model.
+    heads = config.to_dict().get("num_key_value_heads")
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    own = [".experts"] * (name in STACKED) + [".self_attn."] * bool(name in STACKED and getattr(config, "kv_lora_rank", None))
+    return {style for pattern, style in plan.items() if heads and not any(part in pattern for part in own)}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from adapted_trainers import (
     check_references_compute_from_the_policys_weights,
 )
 from followed import followed
-from hanging import Stay, check_who_hangs_is_named
+from hanging import Call, Stay, check_a_call_is_named_that_hangs, check_who_hangs_is_named, of_hanging_calls
 from megatron_models import small, with_head
 from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, SteppedOnHost, WritesAsMegatron, WritesEachLayer
 from safetensors.numpy import load_file
@@ -688,6 +688,16 @@ def test_a_rank_that_stays_in_a_layer_ends_the_step_with_its_place(layout: Layou
     model = small("qwen2", tmp_path / "model")
     with followed(1) as others:
         check_who_hangs_is_named(MegatronOnCpu, stay, model, layout, others, batch_of(model), layer_of)
+
+
+@pytest.mark.skipif(RANKS != 2, reason="of two ranks")
+@of_hanging_calls
+def test_a_rank_that_stays_in_a_call_without_passes_ends_it_with_its_place(
+    call: Call, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small("qwen2", tmp_path / "model")
+    with followed(1) as others:
+        check_a_call_is_named_that_hangs(MegatronOnCpu, call, said, model, {"tp": 2, **options}, others, tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(RANKS != 2, reason="of two ranks")
