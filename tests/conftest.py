@@ -35,8 +35,9 @@ from hypothesis.internal.conjecture import providers
 # As `m2flow run --deterministic` does before torch is loaded: eager runs in this process are compared bit by bit with those of workers.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
-# Six thousand collected tests and torch's modules are passed over by each full collection: an eighth of the time with the thresholds of
-# Python 3.11, which look after 700 new objects. What tests say of objects' ends they collect for themselves.
+# Collected tests and torch's modules are no garbage: nothing is looked for while they are loaded, a third of that time, and nothing that
+# is there by then is looked at again. What tests say of objects' ends they collect for themselves.
+gc.disable()
 gc.set_threshold(20_000, 20, 50)
 atexit.register(gc.freeze)  # At the end Python would go three times through all that is left.
 
@@ -94,6 +95,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = rest
     # A minute of a core and, of the rest, two more, which must not be what one process is left with when the others have nothing.
     items.sort(key=lambda item: item.path.name != "test_random_programs.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -50,14 +50,14 @@ class Followers:
 
     Args:
         count: how many.
-        loaded: modules that the process which they are forked from loads too, such as the trainer's: once instead of in each. The first
-            followers of a process say which.
+        loaded: modules that the process which they are forked from loads first, such as the trainer's: once instead of in each. They may
+            disable the collection of garbage, which ranks enable. The first followers of a process say which.
     """
 
     def __init__(self, count: int, loaded: Sequence[str] = ()) -> None:
         self.count = count
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_LOADED, *loaded])
+        context.set_forkserver_preload([*loaded, *_LOADED])
         environment, self._ends = dict(os.environ), list[Connection]()
         self._processes = []
         with _path_for_others():
@@ -105,6 +105,7 @@ def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()  # A stop collects garbage, and would look at all that was loaded.
+    gc.enable()
     np.random.seed()  # Or all ranks would draw the same.
     engines: dict[int, TrainEngine] = {}
     while True:

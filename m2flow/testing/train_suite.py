@@ -248,8 +248,9 @@ class TrainEngineSuite:
                     engine.apply(recipe, 1.0)
                 return copied(engine)
 
-        assert distance(after([RECIPE, other]), after([RECIPE, RECIPE])) > 0
-        assert distance(after([RECIPE, other]), after([other, RECIPE])) > 0
+        changed = after([RECIPE, other])
+        assert distance(changed, after([RECIPE, RECIPE])) > 0
+        assert distance(changed, after([other, RECIPE])) > 0
 
     def test_a_checkpoint_continues_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
         """Also one that was held in memory, and written in another thread when training had gone on: its files are the same."""
@@ -325,9 +326,9 @@ class TrainEngineSuite:
             found, expected = engine.logprobs(joined).ragged("reference_logprobs"), engine.logprobs(apart).ragged("reference_logprobs")
             self.assert_close({"": found.values}, {"": expected.values})
         sums, weights = self._trained(cut(joined, [4, 2]))
-        assert counts(sums) == (6, *counts(self._trained([apart])[0])[1:])
+        other_sums, other_weights = self._trained([apart])
+        assert counts(sums) == (6, *counts(other_sums)[1:])
         if self.has_distributions:  # What a fake makes of a row is a digest of all of it.
-            other_sums, other_weights = self._trained([apart])
             self.assert_close(metric_weights(sums), metric_weights(other_sums))
             self.assert_close(weights, other_weights)
 

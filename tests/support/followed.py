@@ -18,3 +18,5 @@ def followed(count: int, loaded: Sequence[str] = ("forked_ranks",)) -> Iterator[
     yield found
     found.close()
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # As it was: what lives is passed over.

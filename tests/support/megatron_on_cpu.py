@@ -14,6 +14,7 @@ from entry_points import write_entry_points
 
 cpu_as_cuda.pretend()
 
+from m2flow.engines.distributed.ranks import stopping_if_it_fails  # noqa: E402
 from m2flow.engines.megatron import library  # noqa: E402
 from m2flow.engines.megatron.parts import Parts  # noqa: E402
 from m2flow.engines.megatron.trainer import MegatronTrain  # noqa: E402
@@ -26,6 +27,15 @@ class MegatronOnCpu(MegatronTrain):  # type: ignore[misc]
 
     name = "megatron-cpu"
     capabilities = replace(MegatronTrain.capabilities, devices=("cpu",))
+
+
+class Joined(MegatronOnCpu):
+    """Has joined the ranks of its layout, and has no model. Trainers that start beside it, as those of a worker, share its groups."""
+
+    @stopping_if_it_fails
+    def start(self) -> None:
+        self._ranks.open(leave=library.Groups.leave)
+        self._groups = library.Groups.join(self._options)
 
 
 INFO = EngineInfo("megatron-cpu", "megatron_on_cpu:MegatronOnCpu", MegatronOnCpu.capabilities, "Megatron-core on a CPU, for tests.")

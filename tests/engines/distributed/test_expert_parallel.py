@@ -58,6 +58,13 @@ class TestExperts(LayoutSuite):
 
 
 @pytest.mark.slow
+class TestShardedExperts(TestExperts):
+    """Two ranks share the same experts."""
+
+    others = "three"
+
+
+@pytest.mark.slow
 class TestHeadsOfMixtures(LayoutHeadSuite):
     options: ClassVar = {"ep": 2}
 

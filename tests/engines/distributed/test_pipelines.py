@@ -80,6 +80,13 @@ class TestStages(LayoutSuite):
 
 
 @pytest.mark.slow
+class TestShardedStages(TestStages):
+    """Each stage is sharded over two ranks."""
+
+    others = "three"
+
+
+@pytest.mark.slow
 class TestChunks(LayoutSuite):
     """Each stage has two chunks of a layer or two, and passes go round twice."""
 
