@@ -399,6 +399,8 @@ class CallState:
     """Some of its rows were made by an earlier process of the run."""
     prefixes: dict[int, Prefix] = field(default_factory=dict)
     """Sample of a generation -> the newest tokens that it can continue from."""
+    at: dict[tuple[int, str], str] = field(default_factory=dict)
+    """(sample of a generation, role that speaks in it) -> the process that was chosen for that last, which may have the context cached."""
     carry: Carry | None = None
     """The carry of a generation with partial rollouts: its late samples continue in the next call of its line."""
     _unsettled: set[int] | None = None
