@@ -233,6 +233,69 @@ def test_each_turn_is_on_disk_before_its_agent_hears_it_and_each_pure_tools_resu
     assert (logged["missing"], logged["turns"]) == (0.0, 5.0)
 
 
+LOOKED = "M2FLOW_TEST_LOOKED"
+"""Environment variable with the file that the tool writes to."""
+
+
+@tool(replay="pure")
+async def look_up(word: str) -> str:
+    """Look something up."""
+    with open(os.environ[LOOKED], "a") as file:
+        file.write(f"{word}\n")
+    return f"<{word}>"
+
+
+@agent
+async def informed(chat: Chat, row: Sample) -> float:
+    chat._tools = {"look_up": look_up}  # By `say` alone a tool can only be had when the first turn has been asked for.
+    known = [(await chat.run([ToolCall("look_up", {"word": f"w{row.id.prompt} {number}"})]))[0].text for number in range(12)]
+    return float(len((await chat.say(f"{known[11]} {row.prompt}", tools=[look_up], max_tokens=9)).text))
+
+
+@flow
+def looked_up() -> None:
+    policy = Policy("fake")
+    rows = Dataset.generate(lambda rng: {"prompt": str(rng.randrange(10**6))}, 100, seed=1, name="rows")
+    for _ in steps(1):
+        log(length=policy.rollout(informed, rows.take(3), n=1, max_tokens=400).reward.mean())
+
+
+def test_what_a_pure_tool_gave_before_the_models_first_turn_is_on_disk_before_an_engine_reads_it_and_is_not_asked_for_again(
+    tmp_path, monkeypatch
+):
+    def begun() -> None:
+        monkeypatch.setenv(RUN, str(images.run.run_dir))
+        images.take()
+
+    read, added = [], FakeRollout.add
+
+    def add(self: FakeRollout, requests: Sequence[Request]) -> None:
+        for request in requests:
+            known = on_disk(SampleId.unpack(request.id).prompt)["tools"].values()
+            read.append(sum(f"<w{SampleId.unpack(request.id).prompt} {at}>" == one.get("result") for one in known for at in range(12)))
+        added(self, requests)
+
+    monkeypatch.setenv(LOOKED, str(tmp_path / "looked"))
+    monkeypatch.setattr(FakeRollout, "add", add)
+    spec, settings = fake_cluster("split", workers=1), RunSettings(runs_dir=str(tmp_path / "runs"))
+    images = Images(tmp_path / "images")
+    images.run = SteppedRun(looked_up, {}, spec, settings, hook=begun)
+    whole = images.run.execute()
+    assert read == [12, 12, 12]
+    assert len((tmp_path / "looked").read_text().splitlines()) == 36
+    monkeypatch.setattr(FakeRollout, "add", added)
+    counts = []
+    for number, image in enumerate(images.paths[:: max(len(images.paths) // 12, 1)]):
+        monkeypatch.setenv(LOOKED, str(tmp_path / str(number)))
+        (tmp_path / str(number)).touch()
+        assert resumed(looked_up, {}, spec, settings, image).samples_sha256 == whole.samples_sha256
+        lines = (tmp_path / str(number)).read_text().splitlines()
+        assert len(lines) == len(set(lines))
+        counts.append(len(lines))
+    assert (counts[0], counts[-1]) == (36, 0)
+    assert set(counts) - {0, 36}, "where it was killed in between"
+
+
 def test_of_two_records_with_the_same_tokens_a_resume_goes_on_from_the_one_that_has_the_tools_result(loop, tmp_path, monkeypatch):
     monkeypatch.setenv(PAID, str(tmp_path / "paid"))
     episodes = host(loop)

@@ -35,6 +35,7 @@ from m2flow.macro.oversampling import is_cut
 from m2flow.macro.refill import Refill
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
+from m2flow.micro.protocol.staleness import ANY_VERSION
 from m2flow.samples import SampleId, by_group, group_key
 
 
@@ -67,7 +68,7 @@ class SampleBatch(NamedTuple):
 def prefixes_in(message: m.Flushed | m.Aborted) -> dict[int, Prefix]:
     """Read the prefixes from a worker's report of samples that it has written to the ledger."""
     told = zip(message.ids, message.version_spans, message.num_generated, strict=True)
-    return {packed: Prefix(message.call, min(version_span.version for version_span in of), count) for packed, of, count in told}
+    return {packed: Prefix(message.call, min((one.version for one in of), default=ANY_VERSION), count) for packed, of, count in told}
 
 
 def task_batches(ordinal: int, prefixes: Mapping[int, Prefix], rows: Sequence[int], *, carries: bool) -> Iterator[SampleBatch]:
