@@ -604,7 +604,8 @@ class EngineHost:
 
     def progress(self) -> dict[int, int]:
         """Tokens so far of each sample that generates."""
-        found = {packed: count for engine in self._generators.values() for packed, count in engine.progress().items()}
+        of_roles = [dict(engine.progress()) for engine in self._generators.values()]
+        found = of_roles[0] if len(of_roles) == 1 else {packed: count for of in of_roles for packed, count in of.items()}
         return {packed: count for packed, count in found.items() if packed not in self._guests} if len(self._guests) else found
 
     def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
