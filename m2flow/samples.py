@@ -30,7 +30,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, final
 
 import msgspec
 import numpy as np
@@ -203,6 +203,33 @@ def keyed_bits(*words: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+@final
+class KeyedWords:
+    """`keyed_bits` of a sequence of words that grows: each is hashed once.
+
+    >>> known = KeyedWords(["a", 1])
+    >>> known.extend([2, 3])
+    >>> known.bits(4) == keyed_bits("a", 1, 2, 3, 4)
+    True
+    """
+
+    def __init__(self, words: Sequence[object] = ()) -> None:
+        self._hash, self._separator = hashlib.blake2b(digest_size=8), ""
+        self.extend(words)
+
+    def extend(self, words: Sequence[object]) -> None:
+        if len(words):
+            self._hash.update((self._separator + "/".join(map(str, words))).encode())
+            self._separator = "/"
+
+    def bits(self, *more: object) -> int:
+        """The bits of all words and of these after them."""
+        found = self._hash.copy()
+        if more:
+            found.update((self._separator + "/".join(map(str, more))).encode())
+        return int.from_bytes(found.digest(), "little")
+
+
 def prompt_positions(ids: IdArray) -> IdArray:
     """The position of each sample's prompt in its call, int64 [N]."""
     return ids >> _INDEX_BITS & (1 << _PROMPT_BITS) - 1
@@ -228,7 +255,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
     def of(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Ragged:
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         values = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
-        return cls(values, _offsets([len(row) for row in arrays]))
+        return cls(values, offsets_of([len(row) for row in arrays]))
 
     @classmethod
     def texts(cls, rows: Sequence[str]) -> Ragged:
@@ -240,7 +267,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @classmethod
     def _bytes(cls, rows: list[bytes], kind: Literal["text", "json"]) -> Ragged:
-        offsets = _offsets([len(row) for row in rows])
+        offsets = offsets_of([len(row) for row in rows])
         offsets.flags.writeable = False  # As the bytes are: a batch of these alone is frozen already.
         return cls(np.frombuffer(b"".join(rows), np.uint8), offsets, kind)
 
@@ -269,7 +296,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
             ends = list(itertools.accumulate(map(len, parts), initial=0))
             return Ragged(np.concatenate(parts), np.array(ends, np.int64), self.kind)
         lengths = self.offsets[rows + 1] - self.offsets[rows]
-        offsets = _offsets(lengths)
+        offsets = offsets_of(lengths)
         index = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
         return Ragged(self.values[index], offsets, self.kind)
 
@@ -599,7 +626,8 @@ def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     return view
 
 
-def _offsets(lengths: npt.ArrayLike) -> IdArray:
+def offsets_of(lengths: npt.ArrayLike) -> IdArray:
+    """Where rows of these lengths begin in a ragged column, and where the last one ends, int64 [N + 1]."""
     if isinstance(lengths, list) and len(lengths) <= _FEW:
         return np.array([0, *itertools.accumulate(lengths)], np.int64)
     offsets = np.zeros(len(np.asarray(lengths)) + 1, np.int64)
@@ -614,5 +642,5 @@ def _concat(columns: list[Column]) -> Column:
         if len({column.kind for column in ragged}) > 1:  # Texts and messages.
             return Ragged.json([column.item(i) for column in ragged for i in range(len(column))])
         lengths = np.concatenate([column.lengths for column in ragged])
-        return Ragged(np.concatenate([column.values for column in ragged]), _offsets(lengths), first.kind)
+        return Ragged(np.concatenate([column.values for column in ragged]), offsets_of(lengths), first.kind)
     return np.concatenate([column for column in columns if not isinstance(column, Ragged)])

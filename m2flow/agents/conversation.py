@@ -42,11 +42,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
+import numpy as np
+import numpy.typing as npt
+
 from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, before_calls, check_family, family_of, harmony_parts, parsed
 from m2flow.engines.contract import Generated, Language
 from m2flow.errors import DatasetError
 from m2flow.recipe import History
-from m2flow.samples import Message, Segment, check_prompt
+from m2flow.samples import MAIN, KeyedWords, Message, Segment, check_prompt
 
 _MARK = "m2flow1marker2of3turn"
 _THOUGHT = "m2flow1marker2of3thought"
@@ -326,7 +329,9 @@ class Conversation:
             tools: says what is wrong with a call; empty if nothing is.
         """
         self._last = tokens[-1] if tokens else -1
-        raw = self._language.decode_all(list(tokens[:-1] if self._last in self._language.eos_ids else tokens))
+        raw = ""
+        if self._form is not None:  # Otherwise what it wrote can have no part that is no text.
+            raw = self._language.decode_all(list(tokens[:-1] if self._last in self._language.eos_ids else tokens))
         said, calls = self._read(raw) if is_whole else (text, [])
         thought = ""
         if has_channels := self._form == "harmony" and "<|message|>" in raw:
@@ -374,6 +379,13 @@ class Conversation:
 # ---- what was said, as tokens
 
 
+_GENERATED = Segment.GENERATED  # An enum's member costs as much as all else that a segment is looked up for.
+
+
+_DTYPES = (np.int32, np.float32, np.int32, np.bool_)
+"""Types of a strand's columns."""
+
+
 @final
 class Strand:
     """The tokens of one sequence: of a conversation, or of what one goes on in since its template wrote it anew."""
@@ -392,10 +404,10 @@ class Strand:
         """The first is the prompt."""
         self.turns: list[dict[str, object]] = []
         """Finish and text of each generated segment."""
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(count for kind, count in self.segments if kind is Segment.GENERATED)
+        self.num_sampled = 0
+        """Tokens of its generated segments."""
+        self._path, self._num_on_path = KeyedWords(() if name == MAIN else (name,)), 0
+        """The tokens so far as the random numbers of turns are keyed by them, and how many that has."""
 
     def append(self, ids: Sequence[int]) -> None:
         """Add tokens that were not sampled; the first ones are the prompt."""
@@ -403,8 +415,9 @@ class Strand:
 
     def append_turn(self, turn: Generated, *, is_over: bool = True, kind: Segment = Segment.GENERATED) -> None:
         """Add what the model said in a turn, generated in this episode or shared with another."""
-        columns: list[Any] = [column.tolist() for column in (turn.tokens, turn.logprobs, turn.versions, turn.kv_stale)]
-        self.extend(kind, *columns)
+        for column, more, dtype in zip(self._columns, (turn.tokens, turn.logprobs, turn.versions, turn.kv_stale), _DTYPES, strict=True):
+            column.frombytes(np.ascontiguousarray(more, dtype).tobytes())
+        self._add(kind, len(turn.tokens))
         if is_over:
             self.turns.append({"finish": int(turn.finish), "text": turn.text})
 
@@ -412,17 +425,35 @@ class Strand:
         self, kind: Segment, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], kv_stale: Sequence[bool]
     ) -> None:
         """Add a segment."""
-        self.tokens.extend(ids)
-        self.logprobs.extend(logprobs)
-        self.versions.extend(versions)
-        self.kv_stale.extend(kv_stale)
-        self.segments.append((kind, len(ids)))
+        for column, more in zip(self._columns, (ids, logprobs, versions, kv_stale), strict=True):
+            column.extend(more)
+        self._add(kind, len(ids))
+
+    def _add(self, kind: Segment, count: int) -> None:
+        self.segments.append((kind, count))
+        if kind == _GENERATED:
+            self.num_sampled += count
+
+    def path(self, ids: Sequence[int]) -> int:
+        """What the random numbers of a turn are keyed by that these tokens lead to: the conversation, and all ids before the turn."""
+        self._path.extend(self.tokens[self._num_on_path :])
+        self._num_on_path = len(self.tokens)
+        return self._path.bits(*ids)
+
+    @property
+    def _columns(self) -> Sequence[array[Any]]:
+        return self.tokens, self.logprobs, self.versions, self.kv_stale
+
+    def arrays(self) -> Sequence[npt.NDArray[Any]]:
+        """Copies of its columns: tokens, log-probabilities, versions, staleness of the KV cache."""
+        return [np.array(column, dtype) for column, dtype in zip(self._columns, _DTYPES, strict=True)]
 
     def with_turn(self, turn: Generated) -> Strand:
         """A copy that also has the tokens so far of a turn that is under way."""
         copy = Strand(self.name, self.prompt_text, self.parent, self.by)
         copy.tokens, copy.logprobs, copy.versions = self.tokens[:], self.logprobs[:], self.versions[:]
         copy.kv_stale, copy.segments, copy.turns = self.kv_stale[:], list(self.segments), list(self.turns)
+        copy.num_sampled = self.num_sampled
         if len(turn.tokens):
             copy.append_turn(turn, is_over=False)
         return copy

@@ -182,6 +182,8 @@ class Transcript:
     @property
     def strands(self) -> list[Strand]:
         """All sequences, in the order of the row."""
+        if len(self.conversations) == 1:
+            return list(next(iter(self.conversations.values())))
         return [strand for name in sorted(self.conversations, key=_place) for strand in self.conversations[name]]
 
     @property
@@ -200,6 +202,9 @@ class Transcript:
         """The sample that these tokens are."""
         strands = self.strands or [Strand(MAIN)]
         num_prompt = strands[0].segments[0][1] if strands[0].segments else 0
+        tokens, logprobs, versions, kv_stale = (
+            strands[0].arrays() if len(strands) == 1 else map(np.concatenate, zip(*(strand.arrays() for strand in strands), strict=True))
+        )
         segments = [segment for strand in strands for segment in strand.segments]
         turns = [turn for strand in strands for turn in strand.turns]
         record: dict[str, object] = {"turns": turns, "tools": dict(sorted(self.tools.items()))}
@@ -210,17 +215,13 @@ class Transcript:
         if self.row is not None:
             record["row"] = self.row
 
-        def joined(name: str, kind: type) -> Any:
-            return np.concatenate([np.array(getattr(strand, name), kind) for strand in strands])
-
-        tokens = joined("tokens", np.int32)
         return Generated(
             id=packed,
             prompt_tokens=tokens[:num_prompt],
             tokens=tokens[num_prompt:],
-            logprobs=joined("logprobs", np.float32)[num_prompt:],
-            versions=joined("versions", np.int32)[num_prompt:],
-            kv_stale=joined("kv_stale", np.bool_)[num_prompt:],
+            logprobs=logprobs[num_prompt:],
+            versions=versions[num_prompt:],
+            kv_stale=kv_stale[num_prompt:],
             finish=finish,
             text=text,
             prompt_text=strands[0].prompt_text,
@@ -569,6 +570,10 @@ class Episodes:
         """Episode -> its tokens without those of the turn that an engine works on, as far as it is not in `_changed`."""
         self._changed: set[int] = set()
         """Episodes whose number is to be counted anew: counting all of them in each step would take longer than the step."""
+        self._catching_up: set[int] = set()
+        """Episodes with a conversation that is not at the end of its record."""
+        self._listened: dict[int, Asked] = {}
+        """Turns that somebody hears while an engine works on them, by episode; of those that it has no more until that is noticed."""
         self.is_recorded = False
         """Whether somebody writes episodes down (`take_urgent`), so that they wait for it."""
         self._urgent: dict[int, list[tuple[asyncio.Future[Any], object]]] = {}
@@ -589,6 +594,8 @@ class Episodes:
                 raise InternalError(f"episode {SampleId.unpack(start.request.id)} runs already")
             episode = self._episodes[start.request.id] = _Episode(start, self)
             self._changed.add(episode.id)
+            if episode.recorded:
+                self._catching_up.add(episode.id)
             self._loop.call(self._loop.begin, episode)
 
     def engine_of(self, episode: _Episode, by: str) -> Episodes:
@@ -619,14 +626,14 @@ class Episodes:
             return
         asked = turn.asked
         strands = episode.transcript.conversations.get(asked.name, [])
-        context = [*([] if asked.begins else strands[-1].tokens), *asked.ids]
-        path = keyed_bits(*(() if asked.name == MAIN else (asked.name,)), *context)
+        context = (*(() if asked.begins else strands[-1].tokens), *asked.ids)
+        path = (Strand(asked.name) if asked.begins else strands[-1]).path(asked.ids)
         branch = (episode.start.branch,) if episode.start.branch else ()
         seed = keyed_bits(episode.start.request.seed, path, episode.occurrences[path], *branch)
         episode.occurrences[path] += 1
         drawn = dict(episode.start.bounds.drawn_by).get(asked.by, episode.start.request.sampling)
         sampling = _sampling_of(drawn, asked.max_new_tokens, asked.stop)
-        turn.request = request = Request(episode.id, tuple(context), seed, sampling, keeps_kv=True)
+        turn.request = request = Request(episode.id, context, seed, sampling, keeps_kv=True)
         recorded = episode.recorded.get(asked.name)
         if recorded is not None and not recorded.is_used_up:
             found = recorded.take(asked, request)
@@ -695,6 +702,8 @@ class Episodes:
 
     def _taken(self, turn: _Turn) -> None:
         self._turns[turn.episode.id] = turn
+        if turn.asked.heard is not None:
+            self._listened[turn.episode.id] = turn.asked
         if not self._is_remote:  # Whether it fits is known with the answer: until then it is not in the transcript.
             self._admitted(turn.episode, turn)
 
@@ -713,6 +722,8 @@ class Episodes:
         episode.host._changed.add(episode.id)
         if name in episode.recorded and episode.recorded[name].is_used_up:
             del episode.recorded[name]
+            if not episode.recorded:
+                episode.host._catching_up.discard(episode.id)
 
     def _answered(self, turn: _Turn, made: Generated, kind: Segment = Segment.GENERATED, *, is_known: bool = False) -> None:
         assert turn.strand is not None
@@ -777,6 +788,7 @@ class Episodes:
     def _forget(self, packed: int) -> _Episode:
         self._num_sampled.pop(packed, None)
         self._changed.discard(packed)
+        self._catching_up.discard(packed)
         return self._episodes.pop(packed)
 
     # What stands for the engine where samples are generated
@@ -816,7 +828,9 @@ class Episodes:
                 self._admitted(turn.episode, turn)
             self._answered(turn, made)
             self._go_on(turn.episode)
-        self._pieces.tell(((packed, turn.asked) for packed, turn in self._turns.items()), self._engine.snapshot, self._loop.call)
+        if self._listened:
+            self._listened = {packed: turn.asked for packed in self._listened if (turn := self._turns.get(packed)) is not None}
+            self._pieces.tell(self._listened.items(), self._engine.snapshot, self._loop.call)
         for packed, error in self._engine.refused() if isinstance(self._engine, RemoteSpeaker) else ():
             self._refused(self._turns.pop(packed), error)
         self._ask()
@@ -901,6 +915,11 @@ class Episodes:
             self._num_sampled[packed] = sum(strand.num_sampled for of in known.values() for strand in of)
         self._changed.clear()
         counts = dict(self._num_sampled)
+        if len(self._roles) < 2 and not self._catching_up:
+            for packed, count in self._engine.progress().items():
+                if count or packed not in counts:  # Most of many wait for their first token.
+                    counts[packed] = counts.get(packed, 0) + count
+            return counts
         for one in self._all if self._episodes else (self,):
             for packed, count in one._engine.progress().items():
                 if not count and packed in counts:

@@ -44,6 +44,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -132,7 +133,7 @@ class Tool:
     @property
     def description(self) -> dict[str, object]:
         """The JSON description, in the form that chat templates present (OpenAI's)."""
-        properties = {name: _adapter(hint).json_schema() for name, hint in self.hints}
+        properties = {} if self.schema else {name: copy.deepcopy(_schema_of(hint)) for name, hint in self.hints}
         parameters = self.schema or {"type": "object", "properties": properties, "required": list(self.required)}
         return {"type": "function", "function": {"name": self.name, "description": self.text, "parameters": parameters}}
 
@@ -336,6 +337,12 @@ class _Awaited(Future[Any]):
 def _adapter(hint: Any) -> pydantic.TypeAdapter[Any]:
     """What checks values of a type; making it takes a millisecond."""
     return pydantic.TypeAdapter(hint)
+
+
+@functools.lru_cache(maxsize=256)
+def _schema_of(hint: Any) -> dict[str, Any]:
+    """The JSON Schema of a type, not to be changed. Kept, since an agent and its tools are made anew for each episode."""
+    return _adapter(hint).json_schema()
 
 
 def _written(result: object) -> str:

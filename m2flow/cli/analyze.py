@@ -23,7 +23,7 @@ from m2flow.errors import M2FlowError, SpecError
 from m2flow.runs.planning import causes, table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from m2flow.viewer.analysis import Analysis, StepAnalysis, WorkerMemory
     from m2flow.viewer.comparison import Comparison, Pair
@@ -151,7 +151,15 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
         lines.append(
             f"shared in training: {analysis.shared_in_training:.0%} of its tokens went through the model with a sample that begins alike"
         )
+    if analysis.moved:
+        lines.append(f"went on away from their context: {_moved(analysis.moved)}")
     return [*lines, f"decode step: {analysis.decode}"]
+
+
+def _moved(moved: Mapping[str, int]) -> str:
+    """How often samples were moved, by cause."""
+    num = sum(moved.values())
+    return f"{num:,} time{'s' * (num != 1)} ({', '.join(f'{cause} {count:,}' for cause, count in moved.items())})"
 
 
 def _setup(analysis: Analysis) -> str:

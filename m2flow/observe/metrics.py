@@ -7,7 +7,8 @@ A line is {"step": 3, "time_s": <Unix seconds>, "values": {"reward": 0.5, "kl": 
 a value that is not finite is null, and `non_finite` says what it was; TensorBoard does not get it, and the writer counts it.
 
 Times are no values: two runs have the same values, and never the same times. A line of an update also has "idle_s": {"tool": 1.5}: by cause
-(`m2flow.observe.spans`), the seconds that workers were idle in all since the line before that has it.
+(`m2flow.observe.spans`), the seconds that workers were idle in all since the line before that has it. Likewise "moved": {"load": 2}: how
+often samples went on elsewhere than where an engine's prefix cache has their context, by cause.
 
 tensorboardX imports torch if it is there, for the annotations of its own writer, which takes seconds and 200 MB. So torch is hidden from it
 where nobody else has loaded it, and tensorboardX is imported in the writing thread, for which nobody waits.
@@ -28,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO, final
 
 import msgspec
@@ -160,6 +162,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     values: dict[str, float | None]
     non_finite: dict[str, str] = {}
     idle_s: dict[str, float] = {}
+    moved: dict[str, int] = {}
 
 
 _read_line = msgspec.json.Decoder(Line).decode
@@ -195,19 +198,26 @@ class MetricsWriter:
             self._file.write("\n")
         return self
 
-    def write(self, step: int, values: Mapping[str, float], idle_s: Mapping[str, float] | None = None) -> list[str]:
+    def write(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        idle_s: Mapping[str, float] = MappingProxyType({}),
+        moved: Mapping[str, int] = MappingProxyType({}),
+    ) -> list[str]:
         """Record the values of a step; it may be called several times a step. Returns the names of those that are not finite.
 
         Args:
             idle_s: by cause, the seconds that workers were idle since the last call with it.
+            moved: by cause, how often since then samples went on elsewhere than where their context is.
         """
         if self._file is None:
             raise InternalError("the metrics writer is not open")
         numbers = {name: float(value) for name, value in values.items()}
         bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
         self.non_finite.update(bad.keys())
-        idle_s = {cause: round(seconds, 6) for cause, seconds in (idle_s or {}).items()}
-        line = Line(step, time.time(), {name: None if name in bad else value for name, value in numbers.items()}, bad, idle_s)
+        idle_s = {cause: round(seconds, 6) for cause, seconds in idle_s.items()}
+        line = Line(step, time.time(), {name: None if name in bad else value for name, value in numbers.items()}, bad, idle_s, dict(moved))
         self._file.write(msgspec.json.encode(line).decode() + "\n")
         self._file.flush()
         if self._has_tensorboard:
@@ -230,7 +240,9 @@ class MetricsWriter:
 
     def _to_tensorboard(self, line: Line) -> None:
         tensorboard = self._open_tensorboard()
-        for name, value in {**line.values, **{f"idle_s/{cause}": seconds for cause, seconds in line.idle_s.items()}}.items():
+        idle_s = {f"idle_s/{cause}": seconds for cause, seconds in line.idle_s.items()}
+        moved = {f"moved/{cause}": number for cause, number in line.moved.items()}
+        for name, value in {**line.values, **idle_s, **moved}.items():
             if value is not None:
                 tensorboard.add(name, value, line.step, line.time_s)
 

@@ -120,6 +120,10 @@ def decode_fake(ids: Iterable[int]) -> str:
     return bytes(i - _FIRST_BYTE for i in ids if _FIRST_BYTE <= i < _FIRST_BYTE + 256).decode("utf-8", "replace")
 
 
+_TEXT_OF = {token: decode_fake([token]) for token in range(_FIRST_BYTE, _FIRST_BYTE + 256)}
+"""Text of each token by itself."""
+
+
 @final
 class FakeLanguage:
     """The language of the fakes: a text is its bytes, and messages are written `<role>content`, each ended as the model ends its turns."""
@@ -146,7 +150,7 @@ class FakeLanguage:
         return decode_fake(ids)
 
     def decode_all(self, ids: list[int]) -> str:
-        return "".join(_EOS_TEXT if token == FAKE_EOS else decode_fake([token]) for token in ids)
+        return "".join(_EOS_TEXT if token == FAKE_EOS else _TEXT_OF.get(token, "") for token in ids)
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
         shown = "".join(f"<tool {tool['function']['name']}>" for tool in tools)  # type: ignore[index]

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -49,8 +50,9 @@ import numpy.typing as npt
 from m2flow.errors import SpecError
 from m2flow.micro.lowering.capabilities import rollout_capabilities
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, WorkerPlan
-from m2flow.micro.records.accounting import bias_of_run
+from m2flow.micro.records.accounting import bias_of_run, moves
 from m2flow.micro.records.audit import read_token_account
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.worker.engine_host import PEAKS, SHARED_TOKENS
 from m2flow.observe.spans import SpanName
 from m2flow.planner.planning import read_forecast
@@ -517,6 +519,8 @@ class Analysis(msgspec.Struct):
     """Generated tokens of all other samples, by how they ended; `unused` includes evaluations."""
     shared_in_training: float | None
     """Share of the tokens in training, prompts included, that were not computed again, since samples begin alike; None: not known."""
+    moved: dict[str, int]
+    """How often samples went on elsewhere than where an engine's prefix cache has their context, by cause."""
     predicted_step_s: float | None
     """By the plan's search, or by the forecast of a plan made by rule."""
     prediction_note: str
@@ -580,6 +584,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
         trained_tokens=trained,
         other_tokens=others,
         shared_in_training=_shared_in_training(trace),
+        moved=_moved(trace),
         predicted_step_s=choice.predicted_step_s if choice else None,
         prediction_note=_note(trace),
         memory=memory_of(trace),
@@ -723,6 +728,13 @@ def _shared_in_training(trace: RunTrace) -> float | None:
     num_tokens = int(np.maximum(columns["num_tokens"][passes], 0).sum())
     shared = sum(max(counter.values) for (_, name), counter in columns.counters.items() if name == SHARED_TOKENS and counter.values)
     return shared / num_tokens if num_tokens else None
+
+
+def _moved(trace: RunTrace) -> dict[str, int]:
+    if trace.calls.has_ledger:
+        with contextlib.suppress(SpecError), reading_ledger(trace.run_dir, "samples") as db:
+            return dict(Counter(cause for _, cause in moves(db)).most_common())
+    return {}
 
 
 def _length_bias(trace: RunTrace) -> list[ClassShown]:

@@ -459,6 +459,8 @@ class SamplePage(msgspec.Struct):
     """Turns and tool calls of an episode in order of their beginnings, as far as they are recorded."""
     took: int = 0
     """Microseconds from its beginning to its end."""
+    moved: list[str] = []
+    """Each time that it went on elsewhere than where its context was in a prefix cache: the cause."""
 
 
 def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePage:
@@ -513,7 +515,9 @@ def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
         for entry in query.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
             call, prompt, member = map(int, entry.sample.split("/"))
             who = SampleId(call, prompt, member)
-            yield _page(entry, query.rows_of(who.pack()), who, tokenizers, query.updates_on(who.pack()))
+            page = _page(entry, query.rows_of(who.pack()), who, tokenizers, query.updates_on(who.pack()))
+            page.moved = query.moves_of(who.pack())
+            yield page
 
 
 def _page(entry: Entry, row: Batch, who: SampleId, tokenizers: _Tokenizers, updates: Sequence[str]) -> SamplePage:

@@ -447,7 +447,7 @@ class Deaths(WorkerFailures):
         return super().next_dead([name for name in candidates if name == self.victim])
 
 
-def test_episodes_whose_speaker_is_lost_are_played_on_when_it_is_back(monkeypatch):
+def test_episodes_whose_speaker_is_lost_are_played_on_when_it_is_back(monkeypatch, moved):
     silenced = []
     noted = Recovery._silenced
 
@@ -464,6 +464,7 @@ def test_episodes_whose_speaker_is_lost_are_played_on_when_it_is_back(monkeypatc
         assert not planned.error, planned.error
         assert difference_of(planned, eager) is None, seed
     assert set(silenced) == {"rollout-1"}
+    assert {(one.worker, one.cause) for one in moved} == {("rollout-1", "gone")}, "the speaker's context; the episodes' own stays"
 
 
 def test_a_run_whose_only_speaker_does_not_come_back_ends_with_its_name():

@@ -176,6 +176,38 @@ def test_a_tool_with_effects_never_runs_twice_whenever_a_run_is_killed_and_resum
     assert num_before > 20
 
 
+def test_a_tool_with_effects_never_runs_twice_whenever_an_eager_run_is_killed_and_resumed(tmp_path, monkeypatch):
+    spec, settings = fake_cluster("split", workers=1), RunSettings(runs_dir=str(tmp_path / "runs"), eager=True)
+    images, paid, stepped = Images(tmp_path / "images"), [tmp_path / "paid"], FakeRollout.step
+    before: dict[Path, list[str]] = {}
+
+    def step(self: FakeRollout) -> list[Generated]:
+        lines = paid[0].read_text().splitlines() if paid[0].exists() else []
+        if image := images.take():
+            before[image] = lines
+        return stepped(self)
+
+    monkeypatch.setenv(PAID, str(paid[0]))
+    monkeypatch.setattr(FakeRollout, "step", step)
+    images.run = SteppedRun(paying, {}, spec, settings)
+    whole = images.run.execute()
+    assert not [*(images.run.run_dir / "segments").glob("*running*")], "they are needed no more"
+    monkeypatch.setattr(FakeRollout, "step", stepped)
+    num_before, num_same = 0, 0
+    tried = images.paths[:: max(len(images.paths) // 16, 1)]
+    for number, image in enumerate(tried):
+        known = before[image]
+        monkeypatch.setenv(PAID, str(tmp_path / f"paid by {number}"))
+        (tmp_path / f"paid by {number}").touch()
+        again = resumed(paying, {}, spec, settings, image)
+        lines = known + (tmp_path / f"paid by {number}").read_text().splitlines()
+        assert len(lines) == len(set(lines)), (image, Counter(lines).most_common(1))
+        num_before += len(known)
+        num_same += again.samples_sha256 == whole.samples_sha256
+    assert num_before > 20
+    assert num_same > len(tried) // 4, "where no tool ran when it was killed"
+
+
 RUN = "M2FLOW_TEST_RUN"
 """Environment variable with the directory of the run that writes its episodes down."""
 
@@ -231,6 +263,67 @@ def test_each_turn_is_on_disk_before_its_agent_hears_it_and_each_pure_tools_resu
     assert len(set(read)) == 3 * 4 * 2
     logged = {name: value for name, [(_, value)] in read_metrics(run.run_dir).items()}
     assert (logged["missing"], logged["turns"]) == (0.0, 5.0)
+
+
+LOOKED = "M2FLOW_TEST_LOOKED"
+"""Environment variable with the file that the tool writes to."""
+
+
+@tool(replay="pure")
+async def look_up(word: str) -> str:
+    """Look something up."""
+    with open(os.environ[LOOKED], "a") as file:
+        file.write(f"{word}\n")
+    return f"<{word}>"
+
+
+@agent
+async def informed(chat: Chat, row: Sample) -> float:
+    chat._tools = {"look_up": look_up}  # By `say` alone a tool can only be had when the first turn has been asked for.
+    known = [(await chat.run([ToolCall("look_up", {"word": f"w{row.id.prompt} {number}"})]))[0].text for number in range(12)]
+    return float(len((await chat.say(f"{known[11]} {row.prompt}", tools=[look_up], max_tokens=9)).text))
+
+
+@flow
+def looked_up() -> None:
+    policy = Policy("fake")
+    rows = Dataset.generate(lambda rng: {"prompt": str(rng.randrange(10**6))}, 100, seed=1, name="rows")
+    for _ in steps(1):
+        log(length=policy.rollout(informed, rows.take(3), n=1, max_tokens=400).reward.mean())
+
+
+def test_what_a_pure_tool_gave_before_the_models_first_turn_is_on_disk_before_an_engine_reads_it_and_is_not_asked_for_again(
+    tmp_path, monkeypatch
+):
+    images, read, added = Images(tmp_path / "images", most=None), [], FakeRollout.add
+    at: dict[int, Path] = {}
+
+    def begun() -> None:
+        monkeypatch.setenv(RUN, str(images.run.run_dir))
+
+    def add(self: FakeRollout, requests: Sequence[Request]) -> None:
+        for request in requests:
+            known = on_disk(SampleId.unpack(request.id).prompt)["tools"].values()
+            read.append(sum(f"<w{SampleId.unpack(request.id).prompt} {at}>" == one.get("result") for one in known for at in range(12)))
+        if image := images.take():
+            at[len(read)] = image
+        added(self, requests)
+
+    looked = tmp_path / "looked"
+    monkeypatch.setenv(LOOKED, str(looked))
+    monkeypatch.setattr(FakeRollout, "add", add)
+    spec, settings = fake_cluster("split", workers=1), RunSettings(runs_dir=str(tmp_path / "runs"))
+    images.run = SteppedRun(looked_up, {}, spec, settings, hook=begun)
+    whole = images.run.execute()
+    assert read == [12, 12, 12]
+    assert len(looked.read_text().splitlines()) == 36
+    monkeypatch.setattr(FakeRollout, "add", added)
+    assert at
+    for num_asked, image in at.items():
+        monkeypatch.setenv(LOOKED, str(tmp_path / str(num_asked)))
+        (tmp_path / str(num_asked)).touch()
+        assert resumed(looked_up, {}, spec, settings, image).samples_sha256 == whole.samples_sha256
+        assert len((tmp_path / str(num_asked)).read_text().splitlines()) <= 36 - 12 * num_asked
 
 
 def test_of_two_records_with_the_same_tokens_a_resume_goes_on_from_the_one_that_has_the_tools_result(loop, tmp_path, monkeypatch):

@@ -356,7 +356,7 @@ def test_a_run_of_trees_that_is_killed_at_any_time_and_resumed_has_the_same_answ
     assert len(tried) > 4, "from its beginning to its end"
 
 
-def test_a_worker_takes_first_the_branches_whose_parents_it_has_played(monkeypatch):
+def test_a_worker_takes_first_the_branches_whose_parents_it_has_played(monkeypatch, moved):
     at: dict[int, int] = {}
     branches: list[tuple[int, int]] = []
     begin = Episodes.begin
@@ -385,6 +385,8 @@ def test_a_worker_takes_first_the_branches_whose_parents_it_has_played(monkeypat
     near = [of_parents[parent % len(at)] == played for parent, played in branches]
     assert (len(at), len(near)) == (8, 48)
     assert np.mean(near) >= 0.75, "the third worker played none, and takes its share of the others'"
+    assert {one.cause for one in moved} == {"load"}
+    assert sum(len(one.ids) for one in moved) == near.count(False) > 0
 
 
 # ---- what can't be branched

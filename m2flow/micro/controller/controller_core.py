@@ -50,6 +50,7 @@ from m2flow.micro.protocol.events import (
     Forgotten,
     FromWorker,
     Late,
+    Moved,
     Recalled,
     Reject,
     Released,
@@ -266,7 +267,7 @@ class Consumed(msgspec.Struct, frozen=True):
     ids: list[int]
 
 
-SampleDecision = Discarded | Dropped | Late | TakenOver | Expired
+SampleDecision = Discarded | Dropped | Late | TakenOver | Expired | Moved
 """Commands that only say what becomes of samples."""
 Effect = (
     Send
@@ -674,7 +675,7 @@ class ControllerCore:
                 if not rejected.stays_open:
                     self._records.call_failed(rejected.call, error)
                 effects.append(rejected)
-            case Discarded() | Dropped() | Late() | TakenOver() | Expired():
+            case Discarded() | Dropped() | Late() | TakenOver() | Expired() | Moved():
                 self._records.decided(command)
                 effects.append(command)
             case CheckpointBegun() | CheckpointSaved():

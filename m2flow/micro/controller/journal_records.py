@@ -24,7 +24,7 @@ from m2flow.micro.controller.controller_core import Records, SampleDecision, Unr
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.call_semantics import gives_reward
-from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Late, Restored, TakenOver
+from m2flow.micro.protocol.events import Discarded, Dropped, Expired, Late, Moved, Restored, TakenOver
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import given_by, is_time_dependent, version_spans_of
 from m2flow.micro.records.accounting import read_meter
@@ -185,6 +185,8 @@ class JournalRecords(Records):
             case Expired(_, ids):
                 self._journal.expired(call, ids)
                 self._journal.make_certain()
+            case Moved(_, ids, worker, cause):
+                self._journal.moved(call, ids, worker, cause)
 
     def settle(self, worker: str, reason: str = "") -> Unreported:
         """Record what a dead worker could not report any more, and count the tokens that are lost with it.

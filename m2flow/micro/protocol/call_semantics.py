@@ -55,6 +55,7 @@ from m2flow.samples import (
     Segment,
     column_of,
     keyed_bits,
+    offsets_of,
 )
 
 # ---- what a call means to an engine
@@ -167,23 +168,30 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
     """
     ids = np.array([g.id for g in generated], np.int64)
     num_prompt = [len(g.prompt_tokens) for g in generated]
+    # All rows at once: running episodes are written down, whole, several times for each of their turns.
+    offsets = offsets_of([prompt + len(g.tokens) for prompt, g in zip(num_prompt, generated, strict=True)])
+    of_segments = offsets_of([1 + (len(g.segments) or 1) for g in generated])
+    segments = [
+        segment
+        for g, prompt in zip(generated, num_prompt, strict=True)
+        for segment in ((_PROMPT, prompt), *(g.segments or ((_GENERATED, len(g.tokens)),)))
+    ]
+    kinds = np.array([kind for kind, _ in segments], np.uint8)
+    lengths = np.array([count for _, count in segments], np.int32)
 
     def column(name: str, blank: float, dtype: type) -> Ragged:
-        return Ragged.of(
-            [np.concatenate([np.full(p, blank, dtype), getattr(g, name)]) for p, g in zip(num_prompt, generated, strict=True)], dtype
-        )
+        blanks: npt.NDArray[Any] = np.full(max(num_prompt, default=0), blank, dtype)
+        parts = [part for prompt, g in zip(num_prompt, generated, strict=True) for part in (blanks[:prompt], getattr(g, name))]
+        return Ragged(_joined(parts, dtype), offsets)
 
-    segments = [((Segment.PROMPT, len(g.prompt_tokens)), *(g.segments or ((Segment.GENERATED, len(g.tokens)),))) for g in generated]
-    kinds = [[kind for kind, _ in of_one] for of_one in segments]
-    lengths = [[count for _, count in of_one] for of_one in segments]
     columns: dict[str, Column] = {
-        "tokens": Ragged.of([np.concatenate([g.prompt_tokens, g.tokens]) for g in generated], np.int32),
-        "loss_mask": Ragged.of([np.repeat(np.array(a) == Segment.GENERATED, b) for a, b in zip(kinds, lengths, strict=True)], np.bool_),
+        "tokens": Ragged(_joined([part for g in generated for part in (g.prompt_tokens, g.tokens)], np.int32), offsets),
+        "loss_mask": Ragged(np.repeat(kinds == _GENERATED, lengths), offsets),
         "logprobs": column("logprobs", 0.0, np.float32),
         "versions": column("versions", -1, np.int32),
         "kv_stale": column("kv_stale", False, np.bool_),
-        "segment_kinds": Ragged.of(kinds, np.uint8),
-        "segment_lengths": Ragged.of(lengths, np.int32),
+        "segment_kinds": Ragged(kinds, of_segments),
+        "segment_lengths": Ragged(lengths, of_segments),
         "seed": np.array([seeds[g.id] for g in generated], np.uint64),
         "finish": np.array([g.finish for g in generated], np.uint8),
         "temperature": np.array([_sampling(call, prompts, row).temperature or 1.0 for row, call in enumerate(calls)], np.float64),
@@ -203,6 +211,13 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
         values = [g.columns[name] for g in generated]
         columns[name] = Ragged.json(values) if name == "episode" else column_of(values, name)
     return Batch(ids, {**prompts.columns, **columns})
+
+
+_PROMPT, _GENERATED = int(Segment.PROMPT), int(Segment.GENERATED)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.zeros(0, dtype)
 
 
 def _mask_of(generated: Generated) -> npt.NDArray[np.int32]:
@@ -483,8 +498,10 @@ def num_generated_of(batch: Batch) -> list[int]:
     """Count the generated tokens of each row; 0 for rows without tokens."""
     if "segment_lengths" not in batch:
         return [0] * len(batch)
-    kinds, lengths = batch.ragged("segment_kinds"), batch.ragged("segment_lengths")
-    return [int(lengths.row(i)[kinds.row(i) == Segment.GENERATED].sum()) for i in range(len(batch))]
+    kinds, lengths = batch.ragged("segment_kinds"), batch.ragged("segment_lengths").values
+    before = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.where(kinds.values == _GENERATED, lengths, 0), out=before[1:])
+    return [int(count) for count in np.diff(before[kinds.offsets])]
 
 
 def num_noted_of(rows: Batch) -> list[int]:

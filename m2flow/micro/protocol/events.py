@@ -215,6 +215,16 @@ class Expired(msgspec.Struct, frozen=True):
     ids: tuple[int, ...]
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """Samples of a generation go on here, and not where the tokens before are in an engine's prefix cache."""
+
+    call: int
+    ids: tuple[int, ...]
+    worker: str
+    cause: str
+    """One of `m2flow.micro.protocol.worker_state.CAUSES_OF_MOVES`."""
+
+
 class CheckpointBegun(msgspec.Struct, frozen=True):
     """A checkpoint has begun, of these versions; parts that no earlier checkpoint has will be saved."""
 
@@ -238,4 +248,4 @@ class CheckpointFailed(msgspec.Struct, frozen=True):
     error: ErrorRecord
 
 
-Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | TakenOver | Expired | CheckpointBegun | CheckpointSaved
+Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | TakenOver | Expired | Moved | CheckpointBegun | CheckpointSaved

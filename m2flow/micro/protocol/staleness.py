@@ -17,13 +17,11 @@ admits one, and by the trainer when it consumes one.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
@@ -63,29 +61,53 @@ Decisions = Mapping[int, Decision]
 
 def version_spans_of(samples: Batch) -> list[tuple[VersionSpan, ...]]:
     """Find the version spans of each sample's generated tokens."""
-    versions, stale, records = samples.ragged("versions"), samples.ragged("kv_stale"), records_of(samples)
-    found = []
-    for row, record in enumerate(records):
-        version, is_stale = np.asarray(versions.row(row), np.int32), np.asarray(stale.row(row), np.int32)
-        if not (named := record.get("conversations")):
-            found.append(tuple(_spans(version, is_stale)))
-            continue
-        kinds, lengths = samples.ragged("segment_kinds").row(row), samples.ragged("segment_lengths").row(row)
-        edges = [*(np.cumsum(lengths) - lengths)[kinds == Segment.PROMPT].tolist(), len(version)]
-        number, spans = Counter[str](), list[VersionSpan]()
-        for one, (start, end) in zip(named, itertools.pairwise(edges), strict=True):
-            own = _spans(version[start:end], is_stale[start:end])
-            spans += [span._replace(sequence=(one["name"], number[one["name"]]), by=one.get("by", "")) for span in own]
+    versions, stale = samples.ragged("versions"), np.asarray(samples.ragged("kv_stale").values, np.bool_)
+    of_tokens = np.asarray(versions.values, np.int32)
+    begins, names = versions.offsets[:-1], _sequence_names(samples)
+    rows = np.arange(len(samples))
+    if names:
+        kinds, lengths = samples.ragged("segment_kinds"), samples.ragged("segment_lengths").values.astype(np.int64)
+        is_prompt = kinds.values == _PROMPT
+        begins, rows = (np.cumsum(lengths) - lengths)[is_prompt], np.repeat(rows, kinds.lengths)[is_prompt]
+    sequences = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(of_tokens)))
+    made = of_tokens >= 0
+    columns = sequences[made], of_tokens[made], stale[made]  # Of the tokens that were generated.
+    is_first = np.zeros(len(columns[0]), bool)
+    is_first[:1] = True
+    for column in columns:
+        is_first[1:] |= column[1:] != column[:-1]
+    starts = np.flatnonzero(is_first)
+    counts = np.diff(starts, append=len(is_first))
+    found: list[list[VersionSpan]] = [[] for _ in rows]
+    for sequence, version, is_stale, count in zip(*(column[starts].tolist() for column in columns), counts.tolist(), strict=True):
+        named = names.get(sequence) if names else None
+        span = VersionSpan(count, version, bool(is_stale)) if named is None else VersionSpan(count, version, bool(is_stale), *named)
+        found[sequence].append(span)
+    if not names:
+        return [tuple(of) for of in found]
+    by_row: list[list[VersionSpan]] = [[] for _ in range(len(samples))]
+    for row, of in zip(rows.tolist(), found, strict=True):
+        by_row[row] += of
+    return [tuple(of) for of in by_row]
+
+
+_PROMPT = int(Segment.PROMPT)
+
+
+def _sequence_names(samples: Batch) -> dict[int, tuple[tuple[str, int], str]]:
+    """Of rows with named conversations: each sequence of tokens, counted over all rows -> its name and number, and who speaks."""
+    if "episode" not in samples or b'"conversations"' not in samples.ragged("episode").values.tobytes():
+        return {}  # Most rows: no record need be read.
+    found: dict[int, tuple[tuple[str, int], str]] = {}
+    kinds, at = samples.ragged("segment_kinds"), 0
+    for row, record in enumerate(records_of(samples)):
+        number = Counter[str]()
+        named = record.get("conversations") or ()
+        for place, one in enumerate(named):
+            found[at + place] = (one["name"], number[one["name"]]), one.get("by", "")
             number[one["name"]] += 1
-        found.append(tuple(spans))
+        at += int((kinds.row(row) == _PROMPT).sum())
     return found
-
-
-def _spans(version: npt.NDArray[np.int32], is_stale: npt.NDArray[np.int32]) -> Iterator[VersionSpan]:
-    """The spans of one sequence, by the version of each token; -1: it was not generated."""
-    made = np.stack([version, is_stale], axis=1)[version >= 0]
-    edges = [0, *(np.flatnonzero(np.any(np.diff(made, axis=0), axis=1)) + 1).tolist(), len(made)]
-    return (VersionSpan(b - a, int(made[a, 0]), bool(made[a, 1])) for a, b in itertools.pairwise(edges) if a < b)
 
 
 def given_by(call: int, ids: Sequence[int], version_spans: Sequence[Sequence[VersionSpan]]) -> dict[int, Decision]:

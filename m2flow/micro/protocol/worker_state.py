@@ -257,6 +257,11 @@ def instance_of(packed: int, tags: Sequence[str]) -> str:
     return tags[keyed_bits(packed, "speaker") % len(tags)]
 
 
+CAUSES_OF_MOVES = ("load", "gone", "devices", "weights")
+"""Why samples go on elsewhere than where their context is: others had room, or a scheduling policy says so; its process is gone; it has
+given its devices back; it holds weights that the call may not use."""
+
+
 def worker_of(tag: str) -> str:
     """Return the worker of a process.
 

@@ -138,6 +138,17 @@ def read_meter(path: Path) -> Reading:
     return Reading(total, dict(zip(ids.tolist(), tokens.tolist(), strict=True)))
 
 
+# ---- samples that left their context
+
+
+def moves(db: sqlite3.Connection, sample: int | None = None) -> list[tuple[str, str]]:
+    """Where samples of a ledger, or one of them, went on away from their context: worker and cause of each time."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'moved'").fetchone():
+        return []  # Ledgers of older runs do not say.
+    one = () if sample is None else (sample,)
+    return db.execute(f"SELECT worker, cause FROM moved {'WHERE sample = ?' if one else ''} ORDER BY rowid", one).fetchall()
+
+
 # ---- totals for displays
 
 

@@ -97,6 +97,8 @@ class Journal:
         """(worker, cause) -> seconds that its process was idle so far."""
         self._idle_now_s: dict[str, float] = {}
         """By cause, those that are in no line of the metrics yet."""
+        self._moved_now: Counter[str] = Counter()
+        """By cause, the samples that went on elsewhere than where their context is, and are in no line of the metrics yet."""
         self._known: dict[str, int] = {}
         """Files of workers -> offset up to which they are in the ledger, not yet written there."""
 
@@ -253,6 +255,11 @@ class Journal:
         """Record that samples go on from so many tokens each, on this worker."""
         self._ledger.went_on(call, ids, had, worker)
 
+    def moved(self, call: Call, ids: Sequence[int], worker: str, cause: str) -> None:
+        """Record that samples go on elsewhere than where their context is, for this cause."""
+        self._ledger.moved(call.ordinal, ids, worker, cause)
+        self._moved_now[cause] += len(ids)
+
     def samples_given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
         """Record that samples with so many tokens were given up."""
         self._ledger.given_up(call, ids, num_generated)
@@ -311,7 +318,8 @@ class Journal:
             prefix = "setup/" if call.step < 0 else ""
             prefix += "" if call.role == "policy" else f"{call.role}/"
             idle_s, self._idle_now_s = self._idle_now_s, {}
-            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()}, idle_s)
+            moved, self._moved_now = self._moved_now, Counter()
+            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()}, idle_s, moved)
             if call.step >= 0:
                 bias = as_metrics(self._ledger.length_bias(call))
                 self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})

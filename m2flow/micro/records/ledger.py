@@ -94,6 +94,7 @@ CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, segme
 CREATE TABLE prefixes (sample INTEGER PRIMARY KEY, call INTEGER, num_tokens INTEGER, num_generated INTEGER, stretches BLOB,
     segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
 CREATE TABLE went_on (sample INTEGER, call INTEGER, had INTEGER, worker TEXT);
+CREATE TABLE moved (sample INTEGER, call INTEGER, worker TEXT, cause TEXT);
 CREATE TABLE given_up (sample INTEGER PRIMARY KEY, call INTEGER, num_generated INTEGER);
 CREATE TABLE lost (sample INTEGER, call INTEGER, worker TEXT, num_tokens INTEGER, reason TEXT);
 CREATE TABLE made (call INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
@@ -213,6 +214,10 @@ class Ledger:
     def went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
         """Record that samples go on from so many tokens each, on this worker."""
         self._many("INSERT INTO went_on VALUES (?,?,?,?)", [(i, call, count, worker) for i, count in zip(ids, had, strict=True)])
+
+    def moved(self, call: int, ids: Sequence[int], worker: str, cause: str) -> None:
+        """Record that samples go on elsewhere than where their context is: on this worker, for this cause."""
+        self._many("INSERT INTO moved VALUES (?,?,?,?)", [(packed, call, worker, cause) for packed in ids])
 
     def given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
         """Record that samples with so many tokens were given up."""

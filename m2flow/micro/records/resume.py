@@ -40,7 +40,7 @@ from m2flow.micro.records.checkpoints import Checkpoint, newest_good
 from m2flow.micro.records.flow_record import RunRecord, read_record
 from m2flow.micro.records.ledger import IS_CURRENT, Ledger
 from m2flow.micro.records.rundir import reading_ledger
-from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, worker_of
+from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, scratch_name, worker_of
 from m2flow.samples import Batch, Finish, SampleId
 
 EAGER = "eager"
@@ -134,7 +134,7 @@ class Resumption:
     def _unreported(self) -> list[tuple[Found, Batch]]:
         """Records in the files of all processes that the ledger does not know."""
         known = dict(self._ledger.select("SELECT file, size FROM known"))
-        names = sorted({worker_of(path.name) for path in self._directory.glob("*.seg")} - {EAGER})
+        names = sorted({worker_of(path.name) for path in self._directory.glob("*.seg")} - {EAGER, scratch_name(EAGER, "running")})
         found = [one for name in names for one in scan_segments(self._directory, name, known) if one.kind is not Kind.RESULT]
         return [(one, read_segment(self._directory, one.place)) for one in found]
 

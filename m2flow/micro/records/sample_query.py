@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from m2flow.errors import EngineError, OptionError, SpecError
+from m2flow.micro.records.accounting import moves
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
@@ -362,6 +363,10 @@ class SampleQuery:
         asked = "SELECT DISTINCT calls.name FROM consumption JOIN calls ON calls.ordinal = update_call WHERE sample = ? ORDER BY calls.name"
         return [name for (name,) in self._rows(asked, (packed,))]
 
+    def moves_of(self, packed: int) -> list[str]:
+        """Why a sample went on elsewhere than where its context was, each time."""
+        return [cause for _, cause in moves(self._db, packed)]
+
     def _entry(self, packed: int, values: Sequence[Any]) -> Entry:
         known = dict(zip(COLUMNS, values, strict=True))
         del known["parts"]  # Terms of the last reward alone.
@@ -400,6 +405,8 @@ class SampleQuery:
         life += [f"lost: {tokens} tokens, {reason}" for tokens, reason in lost]
         for had, worker in self._rows("SELECT had, worker FROM went_on WHERE sample = ? ORDER BY rowid", (packed,)):
             life.append(f"went on: from its first {had} tokens, on {worker}")
+        for worker, cause in moves(self._db, packed):
+            life.append(f"moved: to {worker}, away from its context ({cause})")
         life += [
             f"generated: {known['response_tokens']} tokens on {worker_of(segment)}{weights}; ended by {known['finish']}",
         ]

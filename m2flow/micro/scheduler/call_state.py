@@ -35,6 +35,7 @@ from m2flow.macro.oversampling import is_cut
 from m2flow.macro.refill import Refill
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
+from m2flow.micro.protocol.staleness import ANY_VERSION
 from m2flow.samples import SampleId, by_group, group_key
 
 
@@ -67,7 +68,7 @@ class SampleBatch(NamedTuple):
 def prefixes_in(message: m.Flushed | m.Aborted) -> dict[int, Prefix]:
     """Read the prefixes from a worker's report of samples that it has written to the ledger."""
     told = zip(message.ids, message.version_spans, message.num_generated, strict=True)
-    return {packed: Prefix(message.call, min(version_span.version for version_span in of), count) for packed, of, count in told}
+    return {packed: Prefix(message.call, min((one.version for one in of), default=ANY_VERSION), count) for packed, of, count in told}
 
 
 def task_batches(ordinal: int, prefixes: Mapping[int, Prefix], rows: Sequence[int], *, carries: bool) -> Iterator[SampleBatch]:
@@ -399,6 +400,8 @@ class CallState:
     """Some of its rows were made by an earlier process of the run."""
     prefixes: dict[int, Prefix] = field(default_factory=dict)
     """Sample of a generation -> the newest tokens that it can continue from."""
+    at: dict[tuple[int, str], str] = field(default_factory=dict)
+    """(sample of a generation, role that speaks in it) -> the process that was chosen for that last, which may have the context cached."""
     carry: Carry | None = None
     """The carry of a generation with partial rollouts: its late samples continue in the next call of its line."""
     _unsettled: set[int] | None = None

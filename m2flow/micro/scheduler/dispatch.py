@@ -44,7 +44,7 @@ from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.oversampling import keeps_cache
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.update_semantics import UpdateTally
-from m2flow.micro.protocol.worker_state import WorkerState, stopped_at
+from m2flow.micro.protocol.worker_state import WorkerState, instance_of, stopped_at
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, SampleBatch, task_batches
 from m2flow.micro.scheduler.ready_queues import MAX_QUEUED, Ended, Offer
 from m2flow.micro.scheduler.state import SchedulerState
@@ -173,6 +173,9 @@ class RolloutDispatch:
         task = m.Generate(
             state.next_task(), call_state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills, speakers=speakers
         )
+        state.placed(call_state, rows, call_state.call.role, lambda _: worker.tag)
+        for role, tags in speakers.items():
+            state.placed(call_state, rows, role, lambda row, tags=tags: instance_of(row, tags))  # type: ignore[misc]
         state.start(worker, "rollout", task, rows=len(rows))
         if keeps_cache(call_state.call.options):
             state.ready_workers.wake_trainers(call_state.call.role)  # Its samples may take newer weights while they run.

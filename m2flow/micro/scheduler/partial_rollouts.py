@@ -257,6 +257,8 @@ class PartialRollouts:
                 waiting.append(row)
                 if stopped is not None:
                     call_state.prefixes[row], carry.oldest[row] = stopped, age
+        taken = set(waiting)
+        call_state.at.update((who, place) for who, place in before.at.items() if who[0] in taken)
         call_state.take_over(late, waiting, finished)
         if expired:
             self._state.commands.append(Expired(call_state.call.ordinal, tuple(expired)))

@@ -36,7 +36,7 @@ from m2flow.macro.graph import Call
 from m2flow.macro.refill import Refill
 from m2flow.micro.lowering.capabilities import keeps_caches
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Command, Recalled, Send
+from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Command, Moved, Recalled, Send
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState, worker_of
 from m2flow.micro.scheduler.backpressure import Credits
@@ -432,6 +432,36 @@ class SchedulerState:
     def is_away(self, worker: WorkerState, call_state: CallState) -> bool:
         """Whether a worker can't be given samples of a generation: it is lost, has given back its devices, or can't get the weights."""
         return worker.is_lost or self.has_given_back(worker, call_state) or not self.engine_weights.can_have(worker, call_state)
+
+    def placed(self, call_state: CallState, rows: Iterable[int], role: str, place: Callable[[int], str]) -> None:
+        """Note where samples run, or go on; of one that has tokens already, whether that is away from its context.
+
+        Args:
+            role: whose engine there has the context; of an episode also another that speaks.
+            place: the process of each sample.
+        """
+        moved: dict[tuple[str, str], list[int]] = {}
+        near = self.played_at if call_state.call.options.get("branches") and role == call_state.call.role else None
+        for row in rows:
+            before, now = call_state.at.get((row, role), ""), place(row)
+            call_state.at[row, role] = now
+            has_context = row in call_state.prefixes
+            if near is not None and not has_context and not before:
+                before = near.of(call_state.prompt_of(row))
+                has_context = bool(before)
+            if has_context and before != now:
+                moved.setdefault((worker_of(now), self._why_moved(call_state, before)), []).append(row)
+        for (worker, cause), ids in moved.items():
+            self.commands.append(Moved(call_state.call.ordinal, tuple(ids), worker, cause))
+
+    def _why_moved(self, call_state: CallState, before: str) -> str:
+        """Why samples do not go on in the process that they were in before: one of `CAUSES_OF_MOVES`; empty: in an earlier attempt's."""
+        worker = self.workers.get(worker_of(before))
+        if worker is None or worker.is_lost or worker.tag != before:
+            return "gone"
+        if self.has_given_back(worker, call_state):
+            return "devices"
+        return "load" if self.engine_weights.can_have(worker, call_state) else "weights"
 
     def has_given_back(self, worker: WorkerState, call_state: CallState) -> bool:
         """Whether a worker gets no more of a generation, since it has given its devices back and others can run it."""

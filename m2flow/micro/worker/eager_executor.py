@@ -11,6 +11,9 @@ versions (`replay_generation`), and old weights are kept as long as a later samp
 A sample of one span just runs to its end. Where the KV cache is older than the weights, these are loaded under the running sample, which
 then is generated alone: other samples change weights elsewhere. An episode with several versions of one role is played alone, too, each
 turn with the weights that it had. Limit: a sample with several spans costs a stop and a load of weights for each.
+
+Episodes under way are written down as in a worker (`RunningEpisodes`), each turn and tool call before it enters the context. A resumed run
+makes its calls anew, and goes on with their episodes from there: no tool with effects runs twice.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, final
 
 import numpy as np
 
@@ -40,7 +43,8 @@ from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.call_semantics import without_parts
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by, is_time_dependent, version_spans_of, window
-from m2flow.micro.records.segments import Place, SegmentWriter
+from m2flow.micro.records.resume import EAGER
+from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scan_segments, scratch_name
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.weight_sync import WeightSettings, checks_of
 from m2flow.observe.spans import Recorder, SpanBlock
@@ -68,17 +72,80 @@ class Take(Protocol):
     def __call__(self, version: int, *, role: str = "", under_requests: bool = False, between_turns: bool = False) -> None: ...
 
 
+@final
+class RunningEpisodes:
+    """The records of episodes of an eager run, for a resume. They are kept until two checkpoints have come after their ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._scratch = Scratch(directory, scratch_name(EAGER, "running"))
+        self._found: dict[int, tuple[tuple[int, int], Batch]] = {}
+        """By sample: the best record that earlier attempts at the run have left, of one row, after what it has."""
+        self._over: list[int] = []
+        """Samples whose calls have ended since the last checkpoint."""
+        self._before: list[int] = []
+        """Those that had ended by then."""
+        self._checkpoint = ""
+        for record in scan_segments(directory, scratch_name(EAGER, "running"), {}):
+            rows = read_segment(directory, record.place)
+            for row, has in enumerate(zip(call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows), strict=True)):
+                packed = int(rows.ids[row])
+                if packed not in self._found or has >= self._found[packed][0]:
+                    self._found[packed] = has, rows.take([row])
+
+    def of(self, ids: Sequence[int], prompts: Batch) -> dict[int, Batch]:
+        """The records of these samples, as far as they are of these prompts; each is given once."""
+        found = {packed: self._found.pop(packed)[1] for packed in ids if packed in self._found}
+        at = {packed: row for row, packed in enumerate(ids)}
+        given = prompts.ragged("prompt")
+        return {packed: rows for packed, rows in found.items() if rows.ragged("prompt").item(0) == given.item(at[packed])}
+
+    def step(self, engine_host: EngineHost) -> list[Batch]:
+        """Decode one token, and write down what waits for it; the rows that have finished."""
+        engine_host.hear_agents()
+        self._write(engine_host)
+        finished = [rows for _, rows in engine_host.step()]
+        self._write(engine_host)
+        return finished
+
+    def _write(self, engine_host: EngineHost) -> None:
+        waiting = engine_host.episodes_to_write()
+        for call, rows in engine_host.snapshot(waiting) if waiting else ():
+            self._scratch.append(rows, rows.ids.tolist(), Kind.RUNNING, call.ordinal)
+        engine_host.episodes_written(waiting)
+
+    def ended(self, ids: Iterable[int]) -> None:
+        """Note that the call that plays these is over."""
+        self._over += ids
+
+    def saved(self, checkpoint: str) -> None:
+        """Note a checkpoint. A resume may begin at the one before it, whose records go with the next one."""
+        if checkpoint != self._checkpoint:
+            self._checkpoint = checkpoint
+            self._scratch.release(self._before)
+            self._before, self._over = self._over, []
+
+    def close(self) -> None:
+        self._scratch.close()
+
+
 def replay_generation(
-    engine_host: EngineHost, take: Take, call: Call, asked: Sequence[Asked], version_spans: Mapping[int, Sequence[VersionSpan]]
+    engine_host: EngineHost,
+    take: Take,
+    call: Call,
+    asked: Sequence[Asked],
+    version_spans: Mapping[int, Sequence[VersionSpan]],
+    running: RunningEpisodes | None = None,
 ) -> Batch:
     """Generate samples by the recorded weight versions; return their rows in the order of identity.
 
     Args:
         call: the call that returns them.
         version_spans: version spans of each sample. The last one extends to the sample's end.
+        running: where episodes are written down, if the call's samples are some.
     """
     if "agent" in call.options:
-        return _replay_episodes(engine_host, take, call, asked, version_spans)
+        assert running is not None
+        return _replay_episodes(engine_host, take, call, asked, version_spans, running)
     todo = {packed: list(version_spans[packed]) for part in asked for packed in part.ids}
     parts: list[Batch] = []
     for part in asked:
@@ -129,7 +196,12 @@ def _alone(engine_host: EngineHost, take: Take, call: Call, one: Asked, version_
 
 
 def _replay_episodes(
-    engine_host: EngineHost, take: Take, call: Call, asked: Sequence[Asked], version_spans: Mapping[int, Sequence[VersionSpan]]
+    engine_host: EngineHost,
+    take: Take,
+    call: Call,
+    asked: Sequence[Asked],
+    version_spans: Mapping[int, Sequence[VersionSpan]],
+    running: RunningEpisodes,
 ) -> Batch:
     """Play episodes by the recorded weight versions of each who speaks: together those of the same ones, alone those of several."""
     parts: list[Batch] = []
@@ -139,19 +211,24 @@ def _replay_episodes(
             used = {(call.speaking[version_span.by], version_span.version) for version_span in version_spans[packed]}
             versions = {role: window(call, role)[1] for role in call.speakers} | dict(used)
             if len(used) > len(dict(used)):
-                parts += _by_turns(engine_host, take, call, Asked(part.drawn, [packed], part.prompts.take([row])), version_spans[packed])
+                one = Asked(part.drawn, [packed], part.prompts.take([row]))
+                parts += _by_turns(engine_host, take, call, one, version_spans[packed], running)
             else:
                 together.setdefault(tuple(sorted(versions.items())), []).append(row)
         for key, rows in sorted(together.items()):
             for role, version in key:
                 take(version, role=role)
-            engine_host.generate(call, [part.ids[row] for row in rows], part.prompts.take(rows), part.drawn)
+            alike = Asked(part.drawn, [part.ids[row] for row in rows], part.prompts.take(rows))
+            _begin(engine_host, call, alike, dict.fromkeys(alike.ids), running.of(alike.ids, alike.prompts))
             while engine_host.num_unfinished:
-                parts += [found for _, found in engine_host.step()]
+                parts += running.step(engine_host)
+        running.ended(part.ids)
     return Batch.concat(parts).in_order()
 
 
-def _by_turns(engine_host: EngineHost, take: Take, call: Call, one: Asked, version_spans: Sequence[VersionSpan]) -> list[Batch]:
+def _by_turns(
+    engine_host: EngineHost, take: Take, call: Call, one: Asked, version_spans: Sequence[VersionSpan], running: RunningEpisodes
+) -> list[Batch]:
     """Play an episode alone that was stopped, and went on with other weights: each turn has those of the record.
 
     Within a turn they change where it was stopped then. Which conversation had its turn first does not matter.
@@ -181,7 +258,7 @@ def _by_turns(engine_host: EngineHost, take: Take, call: Call, one: Asked, versi
     parts: list[Batch] = []
     engine_host.generate(call, one.ids, one.prompts, one.drawn)
     while engine_host.num_unfinished:
-        parts += [rows for _, rows in engine_host.step()]
+        parts += running.step(engine_host)
         place = engine_host.turn_of(call.role, packed)
         if place is not None and end is not None and place.num_sampled >= end:
             engine_host.resume(call, engine_host.interrupt(one.ids), one.drawn)
@@ -408,7 +485,9 @@ class EagerExecutor:
         self._token_budget = spec.train.token_budget
         self.updating: update_semantics.UpdateSteps | None = None
         """How far the running update is, if it takes several optimiser steps; for displays."""
-        self._segments = SegmentWriter(run_dir / "segments", "eager")
+        self._engine_host.writes_episodes = True
+        self._running = RunningEpisodes(run_dir / "segments")
+        self._segments = SegmentWriter(run_dir / "segments", EAGER)
         self._journal = journal
 
     def open(self) -> None:
@@ -417,6 +496,7 @@ class EagerExecutor:
     def close(self) -> None:
         self._journal.spans(self._recorder.drain())
         self._segments.close()
+        self._running.close()
         self._engine_host.close()
 
     def check(self, call: Call) -> None:
@@ -472,6 +552,7 @@ class EagerExecutor:
 
     def save_part(self, role: str, path: Path) -> str:
         """Write a trained role as a part of a checkpoint; the digest of its weights."""
+        self._running.saved(str(path.parent))
         return self._engine_host.save(role, str(path), seals=True)
 
     @property
@@ -518,7 +599,7 @@ class EagerExecutor:
         def take(version: int, *, role: str = "", under_requests: bool = False, between_turns: bool = False) -> None:
             self._weights.take(role or call.role, version, under_requests=under_requests, between_turns=between_turns)
 
-        result = replay_generation(self._engine_host, take, call, asked, version_spans)
+        result = replay_generation(self._engine_host, take, call, asked, version_spans, self._running)
         if not len(result):
             return result  # It has no columns.
         sample = next(result.rows())

@@ -148,6 +148,12 @@ class InflightSample:
     """Role that speaks in an episode from other processes -> these."""
 
 
+def _has_own_tools(generated: Generated) -> bool:
+    """Whether an episode has asked tools for something, other than in the record of one that it is a branch of."""
+    record: Any = generated.columns.get("episode", {})
+    return bool(record.get("tools")) and "branch" not in record
+
+
 def rows_of(generated: Sequence[Generated], inflight: Sequence[InflightSample]) -> Batch:
     """Make the rows of samples, finished or not."""
     alike = [list(of) for _, of in itertools.groupby(inflight, key=lambda sample: id(sample.prompts))]
@@ -356,15 +362,27 @@ class EngineHost:
             speakers: of episodes: role that speaks from other processes -> these.
         """
         drawn = drawn or call
-        self._begin(call, drawn, call_semantics.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us, speakers)
+        self._begin(
+            call, drawn, call_semantics.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us, speakers, is_stopped=False
+        )
 
     def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0, speakers: _Speakers = _NONE) -> None:
         """Queue samples that resume from the tokens in these rows. `speakers` as in `generate`."""
         for packed, version_spans in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
             check_given(call, packed, version_spans)
-        self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us, speakers)
+        self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us, speakers, is_stopped=True)
 
-    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int, speakers: _Speakers) -> None:
+    def _begin(
+        self,
+        call: Call,
+        drawn: Call,
+        requests: Sequence[Request],
+        prompts: Batch,
+        waited_us: int,
+        speakers: _Speakers,
+        *,
+        is_stopped: bool,
+    ) -> None:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
         for role in call.speakers[1:]:
@@ -372,7 +390,7 @@ class EngineHost:
                 check_admission(call, self._engine(self._rollout, role).version, role)
         had = [len(r.prefix) for r in requests]
         if "agent" in drawn.options:
-            is_stopped = "segment_kinds" in prompts and "episode" in prompts and any(had)
+            is_stopped = is_stopped and (any(had) or not drawn.options.get("branches"))  # Their parents' rows look alike.
             starts = list(episodes_of(drawn, requests, prompts, is_stopped=is_stopped))
             had = [start.stopped.num_sampled if start.stopped is not None else 0 for start in starts]
             for role in call.speakers[1:]:
@@ -586,7 +604,8 @@ class EngineHost:
 
     def progress(self) -> dict[int, int]:
         """Tokens so far of each sample that generates."""
-        found = {packed: count for engine in self._generators.values() for packed, count in engine.progress().items()}
+        of_roles = [dict(engine.progress()) for engine in self._generators.values()]
+        found = of_roles[0] if len(of_roles) == 1 else {packed: count for of in of_roles for packed, count in of.items()}
         return {packed: count for packed, count in found.items() if packed not in self._guests} if len(self._guests) else found
 
     def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
@@ -607,7 +626,7 @@ class EngineHost:
         by_call: dict[int, list[Generated]] = {}
         ids = list(ids)
         for generated in [generated for engine in self._generators.values() for generated in engine.snapshot(ids)]:
-            if generated.segments and not generated.num_sampled:
+            if generated.segments and not (generated.num_sampled or _has_own_tools(generated)):
                 continue  # An episode before its first word is begun anew.
             by_call.setdefault(self._inflight[generated.id].call.ordinal, []).append(generated)
         inflight = {generated.id: self._inflight[generated.id] for of in by_call.values() for generated in of}

@@ -51,6 +51,7 @@ function timeLine(page) {
         el("span", {}, one.name), el("span", { class: "track" }, bar), el("span", { class: "quiet" }, `${told(one)}, ${micros(one.duration)}`));
     })),
     cached ? el("p", { class: "quiet" }, `${Math.round((cached / prompt) * 100)}% of the tokens before its turns were found in the engine's prefix cache.`) : null,
+    page.moved.length ? el("p", { class: "quiet" }, `Turns that went on away from its context: ${page.moved.length} (${[...new Set(page.moved)].join(", ")}).`) : null,
   ];
 }
 

@@ -31,7 +31,7 @@ export class SchedulePanel {
       last.length ? el("section", {}, el("h2", {}, "Steps"), this.steps(last)) : null,
       this.stages(analysis),
       analysis.length_bias.length ? el("section", {}, el("h2", {}, "Length bias"), this.bias(analysis)) : null,
-      el("section", {}, el("h2", {}, "Measured"), facts([["decode step", analysis.decode], ["tokens trained on", compact(analysis.trained_tokens)], ...(analysis.shared_in_training ? [["of training's tokens, computed once for several samples", percent(analysis.shared_in_training)]] : []), ...Object.entries(analysis.other_tokens).map(([ending, tokens]) => [`tokens ${ending}`, compact(tokens)]), ["spans", count(summary.num_spans)]])));
+      el("section", {}, el("h2", {}, "Measured"), facts([["decode step", analysis.decode], ["tokens trained on", compact(analysis.trained_tokens)], ...(analysis.shared_in_training ? [["of training's tokens, computed once for several samples", percent(analysis.shared_in_training)]] : []), ...Object.entries(analysis.moved).map(([cause, number]) => [`went on away from their context: ${cause}`, count(number)]), ...Object.entries(analysis.other_tokens).map(([ending, tokens]) => [`tokens ${ending}`, compact(tokens)]), ["spans", count(summary.num_spans)]])));
   }
 
   device(name, kinds, busy, idle) {
