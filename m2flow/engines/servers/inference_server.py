@@ -49,6 +49,7 @@ from typing import Any, TypeVar, final
 import httpx2
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from m2flow.engines.installed import Product, check_version, interpreter_of, keep_gloo_here
 from m2flow.engines.models.requests import Job, split_finished
@@ -421,7 +422,7 @@ class Heard:
     spans: tuple[TokenSpan, ...] = ()
     """With `finish`: which weights generated which of all its tokens."""
     routed_experts: str = ""
-    """With `finish`, where asked for: int32 [tokens - 1, layers, experts of a token], prompt included, in base64."""
+    """With `finish`, where asked for: the experts of all tokens but the last, prompt included, as `Dialect.experts` reads them."""
     error: str = ""
     """The connection broke, or the server refused the request."""
     is_broken: bool = False
@@ -447,6 +448,10 @@ class Dialect(ABC):
     @abstractmethod
     def heard(self, rid: str, text: bytes) -> Heard:
         """Decode one chunk of the stream. Raises `msgspec.DecodeError`."""
+
+    @abstractmethod
+    def experts(self, said: str) -> npt.NDArray[Any]:
+        """Decode `Heard.routed_experts`: integers [T, layers, experts of a token] of the request's first tokens, of any shape."""
 
     @abstractmethod
     def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:

@@ -24,18 +24,19 @@ import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Request, RolloutEngine
-from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.hf_model import load_model, num_experts
 from m2flow.engines.models.model_files import TextCodec, load_tokenizer, model_directory
 from m2flow.engines.models.requests import Job, finish_of_prefix, generated_of, jobs_of
 from m2flow.engines.servers.inference_server import (
@@ -52,7 +53,7 @@ from m2flow.engines.servers.inference_server import (
 )
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
-from m2flow.samples import Finish, SampleId
+from m2flow.samples import Finish, SampleId, compact_experts
 
 _FILE_BYTES = 2 << 30
 Shapes = Mapping[str, tuple[int, ...]]
@@ -119,6 +120,56 @@ def _write(directory: Path, part: dict[str, Tensor], where: dict[str, str]) -> N
     part.clear()
 
 
+ROUTING_OPTION = {"routed_experts": "Record with each sample the experts of each token and layer (mixtures of experts)."}
+"""The option of servers that can say which experts of a mixture tokens went to."""
+
+
+def records_routing(options: ServedRolloutOptions, model: Model) -> bool:
+    """Whether samples are to have the experts of each token: by `ROUTING_OPTION`, or because training replays them."""
+    return options.is_set("routed_experts") or model.routing == "rollout"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each token and layer that a server routed a mixture's tokens to."""
+
+    num_layers: int
+    num_of_token: int
+    num_experts: int = 0
+    """0: not known."""
+
+    @classmethod
+    def of(cls, config: Any) -> Routing:
+        """Read the sizes from a language model's configuration. Raises `EngineError`: it is no mixture of experts."""
+        each = getattr(config, "num_experts_per_tok", None)
+        if not each:
+            raise EngineError(
+                f"the option routed_experts is for mixtures of experts, and a {config.model_type} model is none",
+                now="Leave it out of rollout.options.",
+            )
+        return cls(int(config.num_hidden_layers), int(each), num_experts(config))
+
+    def rows(self, said: npt.NDArray[Any], num_tokens: int) -> npt.NDArray[np.int16]:
+        """The experts of `num_tokens` tokens, int16 [T, layers, experts of a token]; -1 where none were reported.
+
+        Args:
+            said: what the server reported of the first of them, in this order, of any shape.
+        """
+        found = np.full((num_tokens, self.num_layers, self.num_of_token), -1, np.int16)
+        if said.size % found[:1].size or said.size > found.size:
+            raise EngineError(f"the server said {said.size} experts of {num_tokens} tokens in {self.num_layers} layers")
+        rows = said.reshape(-1, self.num_layers, self.num_of_token)
+        found[: len(rows)] = rows
+        return found
+
+    def completed(self, job: Job) -> Job:
+        """Complete a job that leaves: a row for each of its tokens, also where the server reported nothing, in the fewest bytes."""
+        num_tokens = len(job.prompt) + len(job.tokens)
+        is_whole = job.routed_experts is not None and len(job.routed_experts) == num_tokens
+        experts = job.routed_experts if is_whole else self.rows(np.empty(0, np.int16), num_tokens)
+        return replace(job, routed_experts=compact_experts(np.asarray(experts, np.int16), self.num_experts))
+
+
 _LOG = logging.getLogger("m2flow.engines.servers.served_rollout")
 _T = TypeVar("_T")
 _NEWS_WAIT_S = 0.02
@@ -159,6 +210,8 @@ class ServedRollout(RolloutEngine):
         self._client: ServerClient | None = None
         self._guarded: PrivateDirectory | None = None
         self._place: Path | None = None
+        self._routing: Routing | None = None
+        """Of servers that are to say which experts tokens went to."""
         self._num_put_back = self._num_cached = 0
         self._well_s = -math.inf
         """When it last reported to be healthy."""
@@ -216,9 +269,6 @@ class ServedRollout(RolloutEngine):
     def _logprobs_of(self, tokens: list[int]) -> list[float]:
         """Have the server compute the log-probabilities of given tokens but the first, with the weights that it has."""
 
-    def _check_config(self, config: Any) -> None:
-        """Check the model's configuration before a server is started. Raises `EngineError`: the server can't run it."""
-
     def _check(self, job: Job) -> None:
         """Check a job. Raises `EngineError`: this server can't generate it."""
 
@@ -229,22 +279,22 @@ class ServedRollout(RolloutEngine):
         """Free what is kept for a server that is about to be stopped, or is gone already."""
 
     @property
-    def _must_hear_end(self) -> bool:
-        """Whether the server's last message of a request says more of its tokens than those before."""
-        return False
-
-    @property
     def _must_pause_to_read(self) -> bool:
         """Whether the server must be paused to read weights even if nothing runs."""
         return False
 
     def _extended(self, one: Running, heard: Heard) -> Job:
         """A finished job with what the server's last message reports of it."""
-        return extended(one, heard.spans, keeps=self._options.keeps_caches)
+        job = extended(one, heard.spans, keeps=self._options.keeps_caches)
+        if self._routing is None:
+            return job
+        num_tokens = len(job.prompt) + len(job.tokens)
+        rows = self._routing.rows(self.dialect.experts(heard.routed_experts), num_tokens + one.num_dropped)
+        return replace(job, routed_experts=rows[:num_tokens])
 
     def _leaving(self, job: Job, finish: Finish) -> Generated:
         """Turn a job into the sample that the engine returns."""
-        return generated_of(job, finish, self._codec)
+        return generated_of(self._routing.completed(job) if self._routing else job, finish, self._codec)
 
     # Samples
 
@@ -255,7 +305,7 @@ class ServedRollout(RolloutEngine):
         self._held = self._directory()
         self._shapes: Shapes = shapes_in(self._held)
         model = load_config(self._held)
-        self._check_config(model)
+        self._routing = Routing.of(model) if records_routing(self._options, self._source) else None
         self._hung_after_s = self._options.hung_after_s
         self._restarts_left = self._options.restarts
         self._client = ServerClient(self._options.url or self._serve(), self.dialect)
@@ -531,8 +581,8 @@ class ServedRollout(RolloutEngine):
         if rid not in self._requests.aborting:
             self._requests.aborting.add(rid)
             self._started().begin_abort([rid])
-        # Otherwise the server's last message says what else is to be known of its tokens.
-        if not one.is_mixed and not self._must_hear_end:
+        # Otherwise the server's last message says what else is to be known of its tokens: their experts too.
+        if not one.is_mixed and self._routing is None:
             self._requests.end(rid, one.so_far(self._version), Finish.STOP)
 
     def _is_healthy(self) -> bool:

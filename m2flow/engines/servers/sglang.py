@@ -6,8 +6,8 @@
 
 The server reports which weights made which token (`weight_versions`). A change of weights under requests takes them out of the
 running batch (`retract`): their KV caches are computed anew, so no token sees an older one. With `keep_kv` they stay, caches and all, and
-later tokens are marked. No request finds a prefix cache of other weights: the version is a part of its key (`extra_key`). For mixtures,
-`Routing` decodes the experts of each token.
+later tokens are marked. No request finds a prefix cache of other weights: the version is a part of its key (`extra_key`). Of mixtures
+it reports the experts of each token.
 
 Options: those of `m2flow.engines.servers.inference_server`, and `OWN_OPTIONS`.
 
@@ -48,7 +48,6 @@ import socket
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, final
@@ -61,7 +60,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from m2flow.engines.contract import EngineSettings, Generated, Memory
+from m2flow.engines.contract import EngineSettings, Memory
 from m2flow.engines.installed import SGLANG
 from m2flow.engines.models.requests import Job
 from m2flow.engines.registry import built_in
@@ -70,16 +69,15 @@ from m2flow.engines.servers.inference_server import (
     FinishReason,
     Heard,
     Launch,
-    Running,
     ServedRolloutOptions,
     ServerClient,
     TokenSpan,
     error_summary,
 )
-from m2flow.engines.servers.served_rollout import ServedRollout, read_tensors
+from m2flow.engines.servers.served_rollout import ROUTING_OPTION, ServedRollout, read_tensors, records_routing
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
-from m2flow.samples import Finish, SampleId, compact_experts
+from m2flow.samples import SampleId
 
 # ---- weights
 
@@ -391,6 +389,9 @@ class SglangDialect(Dialect):
         said = (chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions), meta.routed_experts or "")
         return Heard(rid, *said, num_cached=meta.cached_tokens or 0, num_put_back=meta.num_retractions or 0)
 
+    def experts(self, said: str) -> npt.NDArray[Any]:
+        return np.frombuffer(base64.b64decode(said), np.int32)
+
     def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
         return [{"rid": rid} for rid in rids]
 
@@ -411,7 +412,7 @@ def reported_memory(info: Mapping[str, Any]) -> Memory:
 
 OWN_OPTIONS = {
     "deterministic_inference": "Random numbers go by a sample's seed and the token's position, at a cost in speed.",
-    "routed_experts": "Record with each sample the experts of each token and layer (mixtures of experts).",
+    **ROUTING_OPTION,
 }
 """Options beyond those that all served rollout engines have."""
 
@@ -430,7 +431,7 @@ def server_arguments(settings: EngineSettings, options: ServedRolloutOptions, mo
     for name, degree in (("--tp-size", settings.tp), ("--pp-size", settings.pp), ("--ep-size", settings.ep)):
         given += [name, str(degree)] if degree > 1 else []
     given += ["--enable-deterministic-inference"] if options.is_set("deterministic_inference") else []
-    given += ["--enable-return-routed-experts"] if options.is_set("routed_experts") or model.routing == "rollout" else []
+    given += ["--enable-return-routed-experts"] if records_routing(options, model) else []
     return given if device == "cpu" else [*given, "--enable-memory-saver"]
 
 
@@ -454,46 +455,6 @@ def request_body(job: Job) -> dict[str, object]:
     return {"input_ids": [*job.prompt.tolist(), *job.tokens.tolist()], "sampling_params": parameters, "return_logprob": True}
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Decodes which experts of each layer the server routed a mixture's tokens to."""
-
-    num_layers: int
-    num_of_token: int
-    num_experts: int = 0
-    """0: not known."""
-
-    @classmethod
-    def of(cls, config: Any) -> Routing:
-        """Read the sizes from a language model's configuration. Raises `EngineError`: it is no mixture of experts."""
-        each = getattr(config, "num_experts_per_tok", None)
-        if not each:
-            raise EngineError(
-                f"the option routed_experts is for mixtures of experts, and a {config.model_type} model is none",
-                now="Leave it out of rollout.options.",
-            )
-        from m2flow.engines.models.hf_model import num_experts
-
-        return cls(int(config.num_hidden_layers), int(each), num_experts(config))
-
-    def read(self, said: str, num_tokens: int) -> npt.NDArray[np.int16]:
-        """Decode the experts of `num_tokens` tokens, int16 [T, layers, experts of a token]; -1 where none were reported."""
-        found = np.full((num_tokens, self.num_layers, self.num_of_token), -1, np.int16)
-        values = np.frombuffer(base64.b64decode(said), np.int32)
-        if len(values) % found[:1].size or len(values) > found.size:
-            raise EngineError(f"the SGLang server said {len(values)} experts of {num_tokens} tokens in {self.num_layers} layers")
-        rows = values.reshape(-1, self.num_layers, self.num_of_token)
-        found[: len(rows)] = rows
-        return found
-
-    def completed(self, job: Job) -> Job:
-        """Complete a job that leaves: a row for each of its tokens, also where the server reported nothing, in the fewest bytes."""
-        num_tokens = len(job.prompt) + len(job.tokens)
-        is_whole = job.routed_experts is not None and len(job.routed_experts) == num_tokens
-        experts = job.routed_experts if is_whole else self.read("", num_tokens)
-        return replace(job, routed_experts=compact_experts(np.asarray(experts, np.int16), self.num_experts))
-
-
 _DRAIN_S = 30.0
 _SERVER_RESERVE = 2
 """Tokens of the context that the server keeps for itself."""
@@ -511,7 +472,6 @@ class SglangRollout(ServedRollout):
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
         self._into: WeightTransfer | None = None
-        self._routing: Routing | None = None
         self._has = Memory()
         self._frees = False
 
@@ -523,13 +483,6 @@ class SglangRollout(ServedRollout):
         """What the server reported after its start, less what it has released."""
         away = self._away if self._frees else ()
         return Memory(weights=self._has.weights * ("weights" not in away), kv=self._has.kv * ("kv_cache" not in away))
-
-    def _check_config(self, config: Any) -> None:
-        self._routing = Routing.of(config) if self._says_routing else None
-
-    @property
-    def _says_routing(self) -> bool:
-        return self._options.is_set("routed_experts") or self._source.routing == "rollout"
 
     def _launch(self, directory: Path) -> Launch:
         arguments = server_arguments(self._settings, self._options, self._source, self._version)
@@ -558,17 +511,6 @@ class SglangRollout(ServedRollout):
     def _body(self, job: Job) -> Mapping[str, object]:
         return {**request_body(job), "extra_key": self._cache_key, "return_routed_experts": self._routing is not None}
 
-    def _extended(self, one: Running, heard: Heard) -> Job:
-        job = super()._extended(one, heard)
-        if self._routing is None:
-            return job
-        num_tokens = len(job.prompt) + len(job.tokens)
-        return replace(job, routed_experts=self._routing.read(heard.routed_experts, num_tokens + one.num_dropped)[:num_tokens])
-
-    @property
-    def _must_hear_end(self) -> bool:
-        return self._routing is not None
-
     def _check(self, job: Job) -> None:
         if job.sampling.logit_bias or job.sampling.repetition_penalty != 1:
             raise EngineError(
@@ -576,9 +518,6 @@ class SglangRollout(ServedRollout):
                 "the logits that they change",
                 now="Leave them out, or take the engine 'embedded' or 'vllm'.",
             )
-
-    def _leaving(self, job: Job, finish: Finish) -> Generated:
-        return super()._leaving(self._routing.completed(job) if self._routing else job, finish)
 
     def _logprobs_of(self, tokens: list[int]) -> list[float]:
         body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}

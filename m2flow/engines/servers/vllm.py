@@ -9,7 +9,7 @@ Which weights made which token is what the server says (`weight_versions`). A ch
 running batch (/reset_prefix_cache with `reset_running_requests`): their caches are computed anew, so no token sees an older one. With
 `keep_kv` they stay, caches and all, and what comes after is marked. No request finds a cache of other weights: they salt its key.
 
-Options: those of `m2flow.engines.servers.inference_server`, and `tempered_logprobs`.
+Options: those of `m2flow.engines.servers.inference_server`, and `OWN_OPTIONS`.
 
 Limits:
     running server: one given by its `url` must have been started with `--enable-scale-out` and `VLLM_SERVER_DEV_MODE=1`. Everyone who
@@ -20,11 +20,15 @@ Limits:
     log-probabilities: those of temperature 1, of samples of temperature 0 or 1, whatever top-k, top-p, min-p, biases, penalties or
         `min_new_tokens` change; with `tempered_logprobs` at the sample's temperature, and then none of these is allowed. A sample for
         which the server's mode is wrong is refused. Greedy samples work in both.
+    experts of each token (`routed_experts`): vLLM 0.32 reports them with its second model runner, that of GPUs. A running server needs
+        `--enable-return-routed-experts`.
     random numbers: they depend on the sample's seed; a sample that is stopped and resumed draws new ones.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,13 +36,22 @@ from pathlib import Path
 from typing import Any, cast, final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from m2flow.engines.installed import VLLM, gpus_from
 from m2flow.engines.models.requests import Job
 from m2flow.engines.registry import built_in
 from m2flow.engines.servers.inference_server import Dialect, FinishReason, Heard, Launch, TokenSpan, error_summary
-from m2flow.engines.servers.served_rollout import ServedRollout, load_config, read_tensors, shapes_in, write_tensors
+from m2flow.engines.servers.served_rollout import (
+    ROUTING_OPTION,
+    ServedRollout,
+    load_config,
+    read_tensors,
+    shapes_in,
+    write_tensors,
+)
 from m2flow.errors import EngineError
 from m2flow.samples import SampleId
 
@@ -59,6 +72,7 @@ class _Choice(msgspec.Struct, frozen=True):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[TokenSpan] | None = None
+    routed_experts: str | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -89,7 +103,14 @@ class VllmDialect(Dialect):
         (choice,) = chunk.choices
         logprobs = [one.logprob for one in (choice.logprobs.content or [] if choice.logprobs else [])]
         finish = FinishReason(choice.finish_reason) if choice.finish_reason else None
-        return Heard(rid, choice.token_ids or [], logprobs, finish, tuple(choice.weight_versions or ()))
+        spans = tuple(choice.weight_versions or ())
+        return Heard(rid, choice.token_ids or [], logprobs, finish, spans, choice.routed_experts or "")
+
+    def experts(self, said: str) -> npt.NDArray[Any]:
+        """A NumPy file [T, layers, experts of a token] in base64, of the fewest bytes that name an expert."""
+        if not said:
+            return np.empty(0, np.int16)
+        return np.asarray(np.load(io.BytesIO(base64.b64decode(said)), allow_pickle=False))
 
     def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
         return [{"request_ids": [_PREFIX + rid for rid in rids]}]
@@ -100,7 +121,10 @@ _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-OWN_OPTIONS = {"tempered_logprobs": "Log-probabilities at the sample's temperature, of what top-k, top-p and `min_new_tokens` leave."}
+OWN_OPTIONS = {
+    "tempered_logprobs": "Log-probabilities at the sample's temperature, of what top-k, top-p and `min_new_tokens` leave.",
+    **ROUTING_OPTION,
+}
 """Options beyond those that all served rollout engines have."""
 
 
@@ -140,6 +164,7 @@ class VllmRollout(ServedRollout):
         given = ["-m", "vllm.entrypoints.cli.main", "serve", str(directory), "--enable-scale-out", "--generation-config", "vllm"]
         given += ["--dtype", self._source.rollout_dtype or self._source.dtype, "--logprobs-mode", self._logprobs_mode]
         given += ["--max-num-seqs", str(settings.max_running), "--stream-interval", str(self._options.stream_interval)]
+        given += ["--enable-return-routed-experts"] if self._routing else []
         if self._is_tied:
             given += ["--hf-overrides", '{"tie_word_embeddings": false}']
         given += ["--tensor-parallel-size", str(settings.tp)] if settings.tp > 1 else []
@@ -162,6 +187,10 @@ class VllmRollout(ServedRollout):
             raise EngineError(
                 f"the vLLM server at {self.url} says {mode}, and is to say {self._logprobs_mode}",
                 now=f"Start it with --logprobs-mode {self._logprobs_mode}, or see `tempered_logprobs` in docs/reference/engines.md.",
+            )
+        if self._routing and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
+            raise EngineError(
+                f"the vLLM server at {self.url} does not return routed experts", now="Start it with --enable-return-routed-experts."
             )
         (served, *_) = self._call("/v1/models")["data"]
         room = int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)

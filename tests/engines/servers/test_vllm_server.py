@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from answering_as_vllm import experts_of, vllm_server
 from started_with import started_with
-from tiny_models import CONFIGS, write_model
+from tiny_models import CONFIGS, mixture_config, write_model
 
 from m2flow.cli.doctor import other_interpreter
 from m2flow.engines.contract import EngineSettings
@@ -16,7 +19,9 @@ from m2flow.engines.installed import VLLM, installed
 from m2flow.engines.registry import check_engine
 from m2flow.engines.servers.vllm import VllmDialect, VllmRollout
 from m2flow.errors import EngineError, MissingExtra
+from m2flow.recipe import Sampling
 from m2flow.spec import ClusterSpec, RolloutSpec
+from m2flow.testing.rollout_suite import generate, make_request, started
 
 FIRST = (
     b'{"request_id":"generate-tokens-a","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":null,"stop_reason":null,'
@@ -97,3 +102,31 @@ def test_a_server_is_laid_over_the_devices_that_the_plan_says(
 def test_a_server_on_one_device_is_told_of_no_layout(tmp_path: Path) -> None:
     given, _ = started_with(VllmRollout, VLLM.needed, tmp_path, EngineSettings())
     assert not {"--tensor-parallel-size", "--enable-sleep-mode"} & set(given)
+
+
+def test_a_server_is_told_to_return_experts_where_training_replays_them(tmp_path: Path) -> None:
+    for number, (routing, is_told) in enumerate((("rollout", True), (None, False))):
+        (tmp_path / str(number)).mkdir()
+        model = replace(write_model(tmp_path / str(number), mixture_config()), routing=routing)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("started_with.write_model", lambda *_, model=model: model)
+            given, _ = started_with(VllmRollout, VLLM.needed, tmp_path / str(number), EngineSettings())
+        assert ("--enable-return-routed-experts" in given) == is_told
+
+
+def test_samples_have_the_experts_that_a_server_says_and_none_of_the_last_token(tmp_path: Path) -> None:
+    model = write_model(tmp_path, mixture_config())
+    with vllm_server() as url:
+        engine = VllmRollout(model, EngineSettings(options={"url": url, "routed_experts": True}))
+        with started(lambda _: engine):
+            requests = [make_request(prompt, 0, Sampling(5, temperature=0.0)) for prompt in range(3)]
+            for sample in generate(engine, requests).values():
+                tokens = [*sample.prompt_tokens.tolist(), *sample.tokens.tolist()]
+                assert sample.routed_experts is not None
+                np.testing.assert_array_equal(sample.routed_experts[:-1], experts_of(tokens)[:-1])
+                assert len(sample.routed_experts) == len(tokens)
+    with vllm_server(returns_experts=False) as url:
+        engine = VllmRollout(model, EngineSettings(options={"url": url, "routed_experts": True}))
+        with pytest.raises(EngineError, match="does not return routed experts"):
+            engine.start()
+        engine.stop()
