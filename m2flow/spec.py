@@ -486,9 +486,9 @@ class RunSettings(_Strict):
     """Seconds from one checkpoint to the next, at the ends of steps; None: it goes by steps alone, or there are none but the final one."""
     checkpoint_behind: bool = False
     """Write checkpoints while training goes on: a step is held up only while the trainer copies weights and moments into its host's memory
-    (one copy, until it is written), and not while files are written. The one where a run is stopped, and eager runs', are written at once,
-    as are those of trainers that can't copy (`spread_checkpoints`, `deepspeed`). What can't be written is named in a warning, and the next
-    step ends with another try."""
+    (one copy, until it is written; with `spread_checkpoints` each rank its part), and not while files are written. The one where a run is
+    stopped, and eager runs', are written at once, as are those of `deepspeed`, which can't copy. What can't be written is named in a
+    warning, and the next step ends with another try."""
     checkpoints_kept: int = Field(default=2, ge=1, le=_MOST_SAMPLES)
     """The newest ones stay."""
     attempts: int = Field(default=3, ge=1, le=_MOST_SAMPLES)

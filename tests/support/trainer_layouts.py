@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import NUM_EXPERTS, VOCABULARY, random_model
 
 from m2flow.channels.weights import SharedWeights
@@ -21,6 +23,7 @@ from m2flow.channels.weights.tensors import to_wire
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.models import trainer_checkpoint
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW, Loss, Model, Muon, Optimizer
 from m2flow.samples import ROUTED_EXPERTS, Batch, Ragged, compact_experts
@@ -222,3 +225,23 @@ class LayoutHeadSuite(ScalarHeadSuite):
 
     def make(self, head: str) -> TrainEngine:
         return Mirrored(FsdpTrain, random_model(self.path, head), EngineSettings(options=dict(self.options)), self.followers)
+
+
+def check_parts_are_written_behind(engine: TrainEngine, batch: Batch, place: Path) -> None:
+    """A checkpoint whose parts are written in other threads while training goes on is that of the moment when it was held."""
+    engine.save(str(place / "written"))
+    held, saved = engine.held_checkpoint(str(place / "held")), {name: tensor.clone() for name, tensor in engine.weights()}
+    assert held is not None
+    train(engine, batch)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(held.write).result()
+    found = dict(held.weights())
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    directories = [place / name / "m2flow_parts" for name in ("written", "held")]
+    expected, parts = map(trainer_checkpoint.read_parts, directories)
+    assert expected.keys() == parts.keys()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in expected.items())
+    assert len(list(directories[1].glob("*.distcp"))) == len(list(directories[0].glob("*.distcp")))
+    assert len({(place / name / "m2flow_state.pt").read_bytes() for name in ("written", "held")}) == 1
+    trainer_checkpoint.verify(place / "held")

@@ -343,9 +343,11 @@ class FsdpTrain(RankedTrain):
         return bool(self._settings.options.get("spread_checkpoints")) and self._source.lora is None
 
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
-        """Rank 0 holds what is gathered; none is held in parts."""
+        """Rank 0 holds what is gathered, or each its part."""
         if self._saves_parts:
-            return None
+            tensors, rest = trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
+            names = [name for name, _ in lora.whole_state(self._model)]
+            return self._held_together(Path(path), tensors, rest, self._model, names)
         is_writer = self._ranks.rank == 0
         state = _whole_state(self._state(), keeps=is_writer)
         weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, self._whole)}
@@ -801,7 +803,7 @@ class PipelinedTrain(FsdpTrain):
 
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
         if self._saves_parts:
-            return None
+            return self._held_together(Path(path), *self._in_parts(), self._frame, [name for name, _ in lora.whole_state(self._frame)])
         keeps = self._ranks.rank == 0
         weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self._of_stages(lora.whole_state)}
         adapter = {name: _kept(tensor, keeps=keeps) for name, tensor in self._of_stages(lora.adapter_state)}
@@ -809,8 +811,12 @@ class PipelinedTrain(FsdpTrain):
         return trainer_checkpoint.held(path, self._frame, self._codec, state, weights, adapter) if keeps else None
 
     def _save_parts(self, path: Path) -> None:
+        self._write_together(path, *self._in_parts())
+
+    def _in_parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What this rank writes of a checkpoint in parts, and the rest of its state with marks in their place. Collective."""
         parts = {trainer_checkpoint.WEIGHT + name: tensor.detach() for name, tensor in self._held_tensors()}
-        self._write_together(path, parts, self._states(parts))
+        return parts, self._states(parts)
 
     def _states(self, parts: dict[str, Tensor] | None) -> dict[str, Any]:
         """What a checkpoint has beside the weights, whole on the first rank.

@@ -26,6 +26,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -55,7 +56,7 @@ from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.installed import keep_gloo_here
 from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.hf_model import checkpoint_tensors, layers
-from m2flow.engines.models.trainer_checkpoint import Pieces
+from m2flow.engines.models.trainer_checkpoint import Pieces, PlannedParts
 from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, M2FlowError, OutOfMemory, StateLost, is_out_of_memory, naming_host_errors, unexpected
 from m2flow.recipe import Model, Optimizer
@@ -97,6 +98,8 @@ class Ranks:
         self.course = Course(settings.rank)
         self._timeout = datetime.timedelta(seconds=timeout_s_of(settings.options))
         self._hang_detector: HangDetector | None = None
+        self._behind = ThreadPoolExecutor(1, "m2flow-checkpoint")
+        self._num_planned = 0
 
     def open(self, leave: Callable[[], object] | None = None) -> None:
         """Join the other ranks. The trainers of one worker have the same ranks; they join once, and each has a group of its own.
@@ -154,6 +157,7 @@ class Ranks:
     def close(self) -> None:
         if self not in self._open:
             return
+        self._behind.shutdown()
         if self._hang_detector is not None:
             PLACES.remove(self.course.words)
             self._hang_detector.close()
@@ -178,6 +182,19 @@ class Ranks:
             raise
         if self.count > 1:
             self.agree(None)
+
+    def plan_parts(self, directory: Path, tensors: Mapping[str, Tensor | Pieces]) -> PlannedParts:
+        """Plan who writes what of a checkpoint in parts; all but the first rank begin, in a thread. Collective."""
+        key, self._num_planned = f"m2flow/trainer/{self._open.index(self)}/parts/{self._num_planned}", self._num_planned + 1
+        planned = PlannedParts(directory, tensors, self.group, dist.distributed_c10d._get_default_store(), key)
+        if self.rank > 0:
+            self._behind.submit(planned.write)
+        return planned
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that ranks wait for each other."""
+        return self._timeout.total_seconds()
 
     def neighbours(self, count: int) -> Any:
         """A group of neighbouring ranks: 0 to count - 1, the next, and so on. It lives until the process's last trainer is closed."""
@@ -677,6 +694,35 @@ class RankedTrain(EmbeddedTrain):
         self._ranks.course.at("writing parts of a checkpoint")
         self._together(lambda: trainer_checkpoint.write_parts(parts, tensors, self._ranks.group))
         self._together(lambda: trainer_checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
+
+    def _held_together(
+        self, path: Path, tensors: Mapping[str, Tensor | Pieces], state: Mapping[str, object], model: Any, names: Sequence[str]
+    ) -> HeldCheckpoint | None:
+        """Have each rank copy what it has of a checkpoint's tensors, and write it while the engine goes on. Collective.
+
+        Args:
+            model, names: gives the checkpoint's names to the module's, all of them.
+        """
+        is_first = self._ranks.rank == 0
+        parts = path.with_name(f".{path.name}.parts")
+        self._together(lambda: _emptied(parts) if is_first else None)
+        held = {name: trainer_checkpoint.held_part(tensor) for name, tensor in tensors.items()}
+        self._ranks.course.at("planning parts of a checkpoint")
+        planned = self._ranks.plan_parts(parts, held)
+        if not is_first:
+            return None
+        state = trainer_checkpoint.on_host(dict(state), {}, copy=True)
+
+        def write() -> None:
+            planned.write()
+            planned.finish(self._ranks.timeout_s)
+            trainer_checkpoint.save(str(path), model, self._codec, state, parts=parts)
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in trainer_checkpoint.weights_in_parts(path, names):
+                yield from checkpoint_tensors(model, name, tensor)
+
+        return HeldCheckpoint(write, weights)
 
     def _forward(self, packed: packing.Packed) -> Tensor:
         output: Tensor = self._root(packed)

@@ -501,15 +501,15 @@ class MegatronTrain(RankedTrain):
     def save(self, path: str) -> None:
         """Save in the embedded trainer's format, gathered on the first rank, or each rank its part."""
         if self._options.spread_checkpoints:
-            self._save_parts(Path(path))
+            self._write_together(Path(path), *self._in_parts())
             return
         held = self.held_checkpoint(path)
         self._together(lambda: held.write() if held is not None else None)
 
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
-        """The first rank holds what is gathered; none is held in parts."""
+        """The first rank holds what is gathered, or each its part."""
         if self._options.spread_checkpoints:
-            return None
+            return self._held_together(Path(path), *self._in_parts(), self._model, list(self._held_shapes))
         adapter = self._by_module(self._weights.whole(is_trained=True), getattr(torch, self._source.dtype)) if self._source.lora else None
         weights = self._whole_on_first()
         optimizers = []
@@ -531,7 +531,8 @@ class MegatronTrain(RankedTrain):
         found = ((name, tensor.to("cpu", copy=True) if self._is_first else tensor) for name, tensor in self.weights())
         return dict(found) if self._is_first else dict.fromkeys((name for name, _ in found), torch.empty(0))
 
-    def _save_parts(self, path: Path) -> None:
+    def _in_parts(self) -> tuple[dict[str, Pieces], dict[str, Any]]:
+        """What this rank writes of a checkpoint in parts, and the rest of its state with marks in their place. Collective."""
         tensors = self._pieces(trainer_checkpoint.WEIGHT)
         optimizers = []
         for number, (recipe, count) in enumerate(self._parts.client.num_steps.items()):
@@ -543,7 +544,7 @@ class MegatronTrain(RankedTrain):
         if self._source.dtype != "float32":
             tensors |= self._pieces("masters.", self._parts.gathered(lambda part: part.stepped))
             masters = [trainer_checkpoint.mark(f"masters.{name}") for name in self._trained]
-        self._write_together(path, tensors, {"optimizers": optimizers, "masters": masters})
+        return tensors, {"optimizers": optimizers, "masters": masters}
 
     def _pieces(self, prefix: str, of: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Pieces]:
         """What this rank writes of all tensors, in the memory of its host, by prefix and the names of transformers' modules. Collective.

@@ -28,6 +28,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -158,6 +159,104 @@ def write_parts(directory: Path, tensors: Mapping[str, Tensor | Pieces], group: 
         raise host_error(what, error) or EngineError(f"{what}: {str(error)[:300]}") from error
 
 
+class PlannedParts:
+    """What this rank writes of the tensors of a checkpoint: planned with the other ranks, written by each alone, in any thread.
+
+        PlannedParts (collective: names and shapes) -> write, on every rank -> DIR/__RANK_0.distcp
+            --what was written, by the store--> finish, on the first rank -> DIR/.metadata
+
+    Args:
+        tensors: they are read when they are written, so they may not change until then.
+        key: of what ranks tell the first one in the store, of this checkpoint alone.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, Tensor | Pieces], group: dist.ProcessGroup, store: Any, key: str) -> None:
+        rank, count = dist.get_rank(group), dist.get_world_size(group)
+        self._what = f"the checkpoint {directory} can't be written"
+        self._rank, self._store, self._keys = rank, store, [f"{key}/{each}" for each in range(count)]
+        self._planner, self._writer = _SavePlanner(), dcp.FileSystemWriter(directory)
+        self._planner.set_up_planner(dict(tensors), self._writer.storage_meta(), rank == 0)
+        self._writer.set_up_storage_writer(rank == 0)
+        own = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        plans: list[Any] = [None] * count
+        dist.gather_object(own, plans if rank == 0 else None, group=group, group_dst=0)
+        if rank == 0:
+            plans, self._metadata = self._planner.create_global_plan(plans)
+            plans = self._writer.prepare_global_plan(plans)
+        given: list[Any] = [None]
+        dist.scatter_object_list(given, plans if rank == 0 else None, group=group, group_src=0)
+        self._plan = self._planner.finish_plan(given[0])
+
+    def write(self) -> None:
+        """Write this rank's part, and tell the first one of it, or why it can't be written."""
+        try:
+            written = self._writer.write_data(self._plan, self._planner)
+            written.wait()
+            told = written.value(), ""
+        except Exception as error:
+            failure = host_error(self._what, error)
+            told = [], f"{self._what}: {str(error)[:300]}" if failure is None else failure.what
+        with contextlib.suppress(RuntimeError):  # The first rank, which keeps the store, is gone.
+            self._store.set(self._keys[self._rank], pickle.dumps(told))
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all ranks have written their parts, and write what they are parts of. Of the first rank.
+
+        Raises:
+            EngineError: a rank could not, or has not within so many seconds.
+        """
+        results, deadline = [], time.monotonic() + timeout_s
+        for rank, key in enumerate(self._keys):
+            while not self._store.check([key]):
+                if time.monotonic() > deadline:
+                    raise EngineError(f"{self._what}: rank {rank} has not written its part within {timeout_s:g} s")
+                time.sleep(_POLL_S)
+            found, failure = pickle.loads(self._store.get(key))
+            self._store.delete_key(key)
+            if failure:
+                raise EngineError(f"rank {rank}: {failure}", now="Make room, or write to another place.")
+            results.append(found)
+        try:
+            self._writer.finish(self._metadata, results)
+        except OSError as error:
+            raise host_error(self._what, error) or EngineError(f"{self._what}: {error}") from error
+
+
+_POLL_S = 0.02
+
+
+def held_part(tensor: Tensor | Pieces) -> Tensor | Pieces:
+    """Copy what this rank has of a tensor into the host's memory; pieces are there already."""
+    if isinstance(tensor, Pieces):
+        return tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor.detach().to("cpu", copy=True)
+    found = Pieces(tensor.shape)
+    for chunk in tensor.__create_chunk_list__():
+        found.add(chunk.offsets, local(tensor).detach().to("cpu", copy=True))
+    return found
+
+
+def weights_in_parts(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read weights that ranks wrote in parts, by the module's names, some at a time.
+
+    Raises:
+        ModelError: they can't be read.
+    """
+    with _reading(path / _PARTS) as (reader, known):
+        wanted: dict[str, Tensor] = {}
+        for number, name in enumerate(names):
+            about = known[WEIGHT + name]
+            wanted[WEIGHT + name] = torch.empty(about.size, dtype=about.properties.dtype)
+            if number == len(names) - 1 or sum(tensor.nbytes for tensor in wanted.values()) > _READ_BYTES:
+                dcp.load(wanted, storage_reader=reader, no_dist=True)
+                yield from ((one.removeprefix(WEIGHT), tensor) for one, tensor in wanted.items())
+                wanted = {}
+
+
+_READ_BYTES = 1 << 30
+
+
 def read_parts(directory: Path) -> dict[str, Tensor]:
     """Read all tensors, whole, into the host's memory.
 
@@ -263,7 +362,7 @@ def save(
             config.save_pretrained(str(fresh))
             parts.rename(fresh / _PARTS)
         codec.save(str(fresh))
-        torch.save(_on_host(dict(state), {}), fresh / _STATE)  # The same file wherever the trainer's tensors are.
+        torch.save(on_host(dict(state), {}), fresh / _STATE)  # The same file wherever the trainer's tensors are.
         files = [file for file in sorted(fresh.rglob("*")) if file.is_file()]
         manifest = {str(file.relative_to(fresh)): [file.stat().st_size, _digest(file)] for file in files}
         (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -280,7 +379,7 @@ def held(
     """Hold these tensors as they are now, to `save` them later. Given weights, and their state, belong to it; others are copied."""
     if weights is None:
         adapter = dict(lora.adapter_state(model)) if lora.is_adapted(model) else None
-        state, weights, adapter = _on_host((dict(state), dict(lora.whole_state(model)), adapter), {}, copy=True)
+        state, weights, adapter = on_host((dict(state), dict(lora.whole_state(model)), adapter), {}, copy=True)
     found = dict(weights or {})
 
     def named() -> Iterator[tuple[str, Tensor]]:
@@ -291,12 +390,12 @@ def held(
     return HeldCheckpoint(lambda: save(path, model, codec, state, dict(found), adapter), named)
 
 
-def _on_host(value: Any, found: dict[tuple[Any, ...], Tensor], *, copy: bool = False) -> Any:
+def on_host(value: Any, found: dict[tuple[Any, ...], Tensor], *, copy: bool = False) -> Any:
     """Bring a state's tensors into the host's memory: those of a device, or with `copy` all; one that is there twice once."""
     if isinstance(value, Mapping):
-        return {key: _on_host(one, found, copy=copy) for key, one in value.items()}
+        return {key: on_host(one, found, copy=copy) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on_host(one, found, copy=copy) for one in value)
+        return type(value)(on_host(one, found, copy=copy) for one in value)
     if not isinstance(value, Tensor) or not (copy or value.is_cuda):
         return value
     key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib.util
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from adapted_trainers import (
     adapted_model,
@@ -28,6 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_models import small
 from tiny_models import CONFIGS, SMALL, VOCABULARY, random_model, write_model
+from trainer_layouts import check_parts_are_written_behind
 
 from m2flow.channels.weights import SharedWeights
 from m2flow.channels.weights.tensors import to_wire
@@ -335,6 +338,30 @@ def test_a_checkpoint_that_each_rank_writes_its_part_of_goes_on_anywhere_and_is_
     part.write_bytes(part.read_bytes()[:-9])
     with started(spread(model, 1, followers)) as engine, pytest.raises(ModelError, match="its size or checksum differs"):
         engine.load(str(there))
+
+
+def test_parts_of_a_checkpoint_are_written_while_training_goes_on(model: Model, followers: Followers, tmp_path: Path) -> None:
+    with started(Mirrored(FsdpTrain, model, EngineSettings(options={"spread_checkpoints": True}), followers)) as engine:
+        step(engine, samples(VOCABULARY), LINEAR)
+        check_parts_are_written_behind(engine, samples(VOCABULARY), tmp_path)
+
+
+def test_a_rank_that_can_not_write_its_part_behind_is_an_error_of_the_checkpoint_alone(
+    model: Model, followers: Followers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with started(Mirrored(FsdpTrain, model, EngineSettings(options={"spread_checkpoints": True}), followers)) as engine:
+        for number in range(2):  # Ranks whose parts nobody asks for any more hold up nothing.
+            held = engine.held_checkpoint(str(tmp_path / str(number)))
+            assert held is not None
+            with monkeypatch.context() as patched:
+                patched.setattr(dcp.FileSystemWriter, "write_data", refuses)
+                with pytest.raises(EngineError, match=r"rank 0: .*can't be written.*No space left"):
+                    held.write()
+        step(engine, samples(VOCABULARY), LINEAR)
+        check_parts_are_written_behind(engine, samples(VOCABULARY), tmp_path)
 
 
 def test_an_export_of_parts_has_the_weights_type(model: Model, followers: Followers, tmp_path: Path) -> None:

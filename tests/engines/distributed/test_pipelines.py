@@ -39,6 +39,7 @@ from trainer_layouts import (
     check_each_goes_on_from_the_one_before,
     check_it_goes_on_alone,
     check_numbers,
+    check_parts_are_written_behind,
     train,
 )
 from transformers import PreTrainedModel
@@ -223,6 +224,13 @@ def test_a_checkpoint_goes_on_with_any_number_of_chunks(deep: Model, followers: 
     parts = staged(deep, followers, vpp=2, spread_checkpoints=True)
     others = [staged(deep, followers, vpp=2), staged(deep, followers), parts, EmbeddedTrain(deep, EngineSettings())]
     check_each_goes_on_from_the_one_before(STEP, deep, others, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_stages_are_written_while_training_goes_on(dtype: Dtype, model: Model, followers: Followers, tmp_path: Path) -> None:
+    with started(staged(replace(model, dtype=dtype), followers, spread_checkpoints=True)) as engine:
+        train(engine, samples(VOCABULARY))
+        check_parts_are_written_behind(engine, samples(VOCABULARY), tmp_path)
 
 
 def test_masters_and_moments_of_all_stages_are_in_a_checkpoint(model: Model, followers: Followers, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from megatron_on_cpu import BatchedSends, CountsEverywhere, MegatronOnCpu, Stepp
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch_file
 from sent_weights import check_what_ranks_send_arrives_exactly
+from trainer_layouts import check_parts_are_written_behind
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from m2flow.engines.contract import MOVED, EngineSettings, Objective, TrainEngine
@@ -509,7 +510,7 @@ def test_a_checkpoint_that_each_rank_writes_its_part_of_is_the_gathered_one(
         engine.save(str(tmp_path / "there"))  # An older one.
         engine.load(str(tmp_path / "gathered"))
         engine.save(str(tmp_path / "there"))
-        train(engine, batch)
+        check_parts_are_written_behind(engine, batch, tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(trainer_checkpoint, "save", refuses)
             with pytest.raises(EngineError, match="the disk is full"):

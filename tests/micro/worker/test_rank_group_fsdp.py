@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -104,19 +104,24 @@ def routes(path: str, num_steps: int = 3, routing: str = "rollout") -> None:
         policy.update(responses, verifier.score(responses), epochs=2)
 
 
-@pytest.mark.parametrize("routing", ["rollout", "trainer"])
+@pytest.mark.parametrize(("routing", "is_spread"), [("rollout", False), ("trainer", True)])
 def test_a_mixture_on_stages_learns_from_the_routing_of_the_rollout_or_its_own_as_with_the_embedded_trainer(
-    routing: str, tmp_path: Path
+    routing: str, is_spread: bool, tmp_path: Path
 ) -> None:
-    """Checkpoints are written in the background meanwhile."""
+    """Checkpoints are written in the background meanwhile, whole or in parts."""
     path, found = save_config("DeepseekV3", tmp_path / "model", **MIXTURES["DeepseekV3"]), []
-    for train in (TrainSpec(token_budget=60), TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=60, options={"pp": 2})):
+    options: dict[str, Any] = {"pp": 2, "spread_checkpoints": is_spread}
+    for train in (TrainSpec(token_budget=60), TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=60, options=options)):
         spec = ClusterSpec(placement="split", device="cpu", cores=2, rollout=RolloutSpec(threads=1), train=train)
         settings = RunSettings(runs_dir=str(tmp_path), checkpoint_steps=1, checkpoint_behind=True)
         summary = Run(routes, {"path": path, "routing": routing}, spec, settings).execute()
         lines = (Path(summary.run_dir) / "metrics.jsonl").read_text().splitlines()
         found.append([values for line in lines if "rerouted" in (values := json.loads(line)["values"])])
-        assert (Path(summary.run_dir) / "checkpoints" / "final" / "policy" / "model.safetensors").exists()
+        checkpoints = sorted(point.parent for point in Path(summary.run_dir).glob("checkpoints/*/point.json"))
+        assert checkpoints
+        for checkpoint in checkpoints:
+            parts = checkpoint / "policy" / "m2flow_parts"
+            assert parts.exists() == (is_spread and train.engine == "fsdp") != (checkpoint / "policy" / "model.safetensors").exists()
     assert len(found[0]) == len(found[1]) == 3
     for name in ("loss", "grad_norm", "rerouted", "balance_loss", "z_loss", "expert_load/max", "expert_load/idle"):
         # Later steps are of other samples: rounding decides some of them where decoding is not deterministic.
