@@ -38,7 +38,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 # Collected tests and torch's modules are no garbage: nothing is looked for while they are loaded, a third of that time, and nothing that
 # is there by then is looked at again. What tests say of objects' ends they collect for themselves.
 gc.disable()
-gc.set_threshold(20_000, 20, 50)
+gc.set_threshold(50_000, 20, 50)
 atexit.register(gc.freeze)  # At the end Python would go three times through all that is left.
 
 _MARKS = ("gpu", "slow", "long")
@@ -74,11 +74,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
 
 
-def pytest_collection_finish() -> None:
-    """Tests and modules stay to the end: no collection looks at them again."""
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if config.getoption("--long"):
@@ -99,6 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
+    """Tests and modules stay to the end: no collection looks at them again."""
     gc.freeze()
     gc.enable()
 

@@ -310,7 +310,7 @@ OWNS_PROCESS = "this process runs nothing but the command"
 """The object of click's root context where that is so; where another program calls the command line, it is None."""
 
 
-_THRESHOLDS = 20_000, 20, 50
+_THRESHOLDS = 50_000, 20, 50
 """Of the garbage collector. With those of Python 3.11, which look after 700 new objects, a tenth of a short run is spent on modules."""
 
 
