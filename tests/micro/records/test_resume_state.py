@@ -46,7 +46,8 @@ def check_lives(run_dir: Path) -> int:
             events = [event.split(":")[0].split(" by ")[0] for event in entry.life]
             went_on = events.count("went on")
             num_went_on += went_on
-            rest = [event for event in events if event not in ("went on", "lost")]
+            assert events.count("moved") <= went_on, entry.life
+            rest = [event for event in events if event not in ("went on", "lost", "moved")]
             assert rest == ["asked for", "generated", "rewarded", "trained on"], entry.life
             assert events.index("generated") > max((at for at, event in enumerate(events) if event in ("went on", "lost")), default=0)
     return num_went_on
