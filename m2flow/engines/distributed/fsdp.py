@@ -333,7 +333,7 @@ class FsdpTrain(RankedTrain):
     def save(self, path: str) -> None:
         """Save in the embedded trainer's format; any number of ranks can go on from it. Rank 0 keeps what is gathered."""
         if self._saves_parts:
-            self._save_parts(Path(path))
+            self._write_together(Path(path), *self._in_parts())
             return
         held = self.held_checkpoint(path)
         self._together(lambda: held.write() if held is not None else None)
@@ -345,19 +345,16 @@ class FsdpTrain(RankedTrain):
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
         """Rank 0 holds what is gathered, or each its part."""
         if self._saves_parts:
-            tensors, rest = trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
-            names = [name for name, _ in lora.whole_state(self._model)]
-            return self._held_together(Path(path), tensors, rest, self._model, names)
+            return self._held_together(Path(path), *self._in_parts(), self._model)
         is_writer = self._ranks.rank == 0
         state = _whole_state(self._state(), keeps=is_writer)
         weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, self._whole)}
         adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, self._whole)}
         return trainer_checkpoint.held(path, self._model, self._codec, state, weights, adapter) if is_writer else None
 
-    def _save_parts(self, path: Path) -> None:
-        """Have each rank write its shards."""
-        tensors, state = trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
-        self._write_together(path, tensors, state)
+    def _in_parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What this rank writes of a checkpoint in parts, and the rest of its state with marks in their place. Collective on stages."""
+        return trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
 
     def put_adapters(self, values: Sequence[Tensor]) -> None:
         for module in self._root.modules():
@@ -803,18 +800,14 @@ class PipelinedTrain(FsdpTrain):
 
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
         if self._saves_parts:
-            return self._held_together(Path(path), *self._in_parts(), self._frame, [name for name, _ in lora.whole_state(self._frame)])
+            return self._held_together(Path(path), *self._in_parts(), self._frame)
         keeps = self._ranks.rank == 0
         weights = {name: _kept(tensor, keeps=keeps) for name, tensor in self._of_stages(lora.whole_state)}
         adapter = {name: _kept(tensor, keeps=keeps) for name, tensor in self._of_stages(lora.adapter_state)}
         state = self._states(None)
         return trainer_checkpoint.held(path, self._frame, self._codec, state, weights, adapter) if keeps else None
 
-    def _save_parts(self, path: Path) -> None:
-        self._write_together(path, *self._in_parts())
-
     def _in_parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What this rank writes of a checkpoint in parts, and the rest of its state with marks in their place. Collective."""
         parts = {trainer_checkpoint.WEIGHT + name: tensor.detach() for name, tensor in self._held_tensors()}
         return parts, self._states(parts)
 

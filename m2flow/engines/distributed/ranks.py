@@ -98,8 +98,6 @@ class Ranks:
         self.course = Course(settings.rank)
         self._timeout = datetime.timedelta(seconds=timeout_s_of(settings.options))
         self._hang_detector: HangDetector | None = None
-        self._behind = ThreadPoolExecutor(1, "m2flow-checkpoint")
-        self._num_planned = 0
 
     def open(self, leave: Callable[[], object] | None = None) -> None:
         """Join the other ranks. The trainers of one worker have the same ranks; they join once, and each has a group of its own.
@@ -113,6 +111,7 @@ class Ranks:
         if not dist.is_initialized():
             self._join_group()
         self._open.append(self)
+        self._behind = ThreadPoolExecutor(1, "m2flow-checkpoint")
         if leave is not None:
             self._leaving.append(leave)
         if self.count > 1:
@@ -185,8 +184,7 @@ class Ranks:
 
     def plan_parts(self, directory: Path, tensors: Mapping[str, Tensor | Pieces]) -> PlannedParts:
         """Plan who writes what of a checkpoint in parts; all but the first rank begin, in a thread. Collective."""
-        key, self._num_planned = f"m2flow/trainer/{self._open.index(self)}/parts/{self._num_planned}", self._num_planned + 1
-        planned = PlannedParts(directory, tensors, self.group, dist.distributed_c10d._get_default_store(), key)
+        planned = PlannedParts(directory, tensors, self.group, dist.distributed_c10d._get_default_store())
         if self.rank > 0:
             self._behind.submit(planned.write)
         return planned
@@ -688,28 +686,30 @@ class RankedTrain(EmbeddedTrain):
 
     def _write_together(self, path: Path, tensors: Mapping[str, Tensor | Pieces], state: Mapping[str, object]) -> None:
         """Have each rank write what it has of a checkpoint's tensors, and the first the rest. What was at `path` is there until all is."""
-        is_first = self._ranks.rank == 0
-        parts = path.with_name(f".{path.name}.parts")
-        self._together(lambda: _emptied(parts) if is_first else None)
+        is_first, parts = self._ranks.rank == 0, self._place_of_parts(path)
         self._ranks.course.at("writing parts of a checkpoint")
         self._together(lambda: trainer_checkpoint.write_parts(parts, tensors, self._ranks.group))
         self._together(lambda: trainer_checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
 
+    def _place_of_parts(self, path: Path) -> Path:
+        """An empty directory beside a checkpoint, in which its parts are written. Collective."""
+        parts = path.with_name(f".{path.name}.parts")
+        self._together(lambda: _emptied(parts) if self._ranks.rank == 0 else None)
+        return parts
+
     def _held_together(
-        self, path: Path, tensors: Mapping[str, Tensor | Pieces], state: Mapping[str, object], model: Any, names: Sequence[str]
+        self, path: Path, tensors: Mapping[str, Tensor | Pieces], state: Mapping[str, object], model: Any
     ) -> HeldCheckpoint | None:
         """Have each rank copy what it has of a checkpoint's tensors, and write it while the engine goes on. Collective.
 
         Args:
-            model, names: gives the checkpoint's names to the module's, all of them.
+            model: gives the checkpoint's names to all of the module's.
         """
-        is_first = self._ranks.rank == 0
-        parts = path.with_name(f".{path.name}.parts")
-        self._together(lambda: _emptied(parts) if is_first else None)
+        parts = self._place_of_parts(path)
         held = {name: trainer_checkpoint.held_part(tensor) for name, tensor in tensors.items()}
         self._ranks.course.at("planning parts of a checkpoint")
         planned = self._ranks.plan_parts(parts, held)
-        if not is_first:
+        if self._ranks.rank > 0:
             return None
         state = trainer_checkpoint.on_host(dict(state), {}, copy=True)
 
@@ -719,7 +719,7 @@ class RankedTrain(EmbeddedTrain):
             trainer_checkpoint.save(str(path), model, self._codec, state, parts=parts)
 
         def weights() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in trainer_checkpoint.weights_in_parts(path, names):
+            for name, tensor in trainer_checkpoint.weights_in_parts(path):
                 yield from checkpoint_tensors(model, name, tensor)
 
         return HeldCheckpoint(write, weights)

@@ -509,7 +509,7 @@ class MegatronTrain(RankedTrain):
     def held_checkpoint(self, path: str) -> HeldCheckpoint | None:
         """The first rank holds what is gathered, or each its part."""
         if self._options.spread_checkpoints:
-            return self._held_together(Path(path), *self._in_parts(), self._model, list(self._held_shapes))
+            return self._held_together(Path(path), *self._in_parts(), self._model)
         adapter = self._by_module(self._weights.whole(is_trained=True), getattr(torch, self._source.dtype)) if self._source.lora else None
         weights = self._whole_on_first()
         optimizers = []

@@ -27,6 +27,7 @@ import hashlib
 import json
 import os
 import pickle
+import secrets
 import shutil
 import time
 import warnings
@@ -167,13 +168,13 @@ class PlannedParts:
 
     Args:
         tensors: they are read when they are written, so they may not change until then.
-        key: of what ranks tell the first one in the store, of this checkpoint alone.
+        store: of all ranks, by which they tell the first one.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, Tensor | Pieces], group: dist.ProcessGroup, store: Any, key: str) -> None:
+    def __init__(self, directory: Path, tensors: Mapping[str, Tensor | Pieces], group: dist.ProcessGroup, store: Any) -> None:
         rank, count = dist.get_rank(group), dist.get_world_size(group)
         self._what = f"the checkpoint {directory} can't be written"
-        self._rank, self._store, self._keys = rank, store, [f"{key}/{each}" for each in range(count)]
+        self._store = store
         self._planner, self._writer = _SavePlanner(), dcp.FileSystemWriter(directory)
         self._planner.set_up_planner(dict(tensors), self._writer.storage_meta(), rank == 0)
         self._writer.set_up_storage_writer(rank == 0)
@@ -182,10 +183,13 @@ class PlannedParts:
         dist.gather_object(own, plans if rank == 0 else None, group=group, group_dst=0)
         if rank == 0:
             plans, self._metadata = self._planner.create_global_plan(plans)
-            plans = self._writer.prepare_global_plan(plans)
+            keys = [f"m2flow/parts/{secrets.token_hex(8)}/{each}" for each in range(count)]
+            plans = list(zip(keys, self._writer.prepare_global_plan(plans), strict=True))
+            self._keys = keys
         given: list[Any] = [None]
         dist.scatter_object_list(given, plans if rank == 0 else None, group=group, group_src=0)
-        self._plan = self._planner.finish_plan(given[0])
+        self._key, plan = given[0]
+        self._plan = self._planner.finish_plan(plan)
 
     def write(self) -> None:
         """Write this rank's part, and tell the first one of it, or why it can't be written."""
@@ -197,7 +201,7 @@ class PlannedParts:
             failure = host_error(self._what, error)
             told = [], f"{self._what}: {str(error)[:300]}" if failure is None else failure.what
         with contextlib.suppress(RuntimeError):  # The first rank, which keeps the store, is gone.
-            self._store.set(self._keys[self._rank], pickle.dumps(told))
+            self._store.set(self._key, pickle.dumps(told))
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all ranks have written their parts, and write what they are parts of. Of the first rank.
@@ -237,21 +241,21 @@ def held_part(tensor: Tensor | Pieces) -> Tensor | Pieces:
     return found
 
 
-def weights_in_parts(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Read weights that ranks wrote in parts, by the module's names, some at a time.
+def weights_in_parts(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Read the weights that ranks wrote in parts, by the module's names, some at a time.
 
     Raises:
         ModelError: they can't be read.
     """
     with _reading(path / _PARTS) as (reader, known):
-        wanted: dict[str, Tensor] = {}
-        for number, name in enumerate(names):
-            about = known[WEIGHT + name]
-            wanted[WEIGHT + name] = torch.empty(about.size, dtype=about.properties.dtype)
-            if number == len(names) - 1 or sum(tensor.nbytes for tensor in wanted.values()) > _READ_BYTES:
-                dcp.load(wanted, storage_reader=reader, no_dist=True)
-                yield from ((one.removeprefix(WEIGHT), tensor) for one, tensor in wanted.items())
-                wanted = {}
+        names = [name for name in known if name.startswith(WEIGHT)]
+        while names:
+            wanted: dict[str, Tensor] = {}
+            while names and sum(tensor.nbytes for tensor in wanted.values()) < _READ_BYTES:
+                about = known[name := names.pop()]
+                wanted[name] = torch.empty(about.size, dtype=about.properties.dtype)
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            yield from ((name.removeprefix(WEIGHT), tensor) for name, tensor in wanted.items())
 
 
 _READ_BYTES = 1 << 30

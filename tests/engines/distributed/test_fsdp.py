@@ -346,6 +346,16 @@ def test_parts_of_a_checkpoint_are_written_while_training_goes_on(model: Model, 
         check_parts_are_written_behind(engine, samples(VOCABULARY), tmp_path)
 
 
+def test_a_trainer_that_starts_again_writes_parts_behind_again(model: Model, followers: Followers, tmp_path: Path) -> None:
+    engine = Mirrored(FsdpTrain, model, EngineSettings(options={"spread_checkpoints": True}), followers)
+    with started(engine):
+        held = engine.held_checkpoint(str(tmp_path / "before"))
+        assert held is not None  # Nobody writes it.
+    engine._place.mkdir()  # Where its ranks meet goes with a stop.
+    with started(engine):
+        check_parts_are_written_behind(engine, samples(VOCABULARY), tmp_path)
+
+
 def test_a_rank_that_can_not_write_its_part_behind_is_an_error_of_the_checkpoint_alone(
     model: Model, followers: Followers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
