@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +33,7 @@ import numpy.typing as npt
 
 from m2flow.channels.weights import Manifest, PieceWriter, Spread, Written
 from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine, WeightForm
+from m2flow.engines.distributed.guard import is_of_a_collective
 from m2flow.errors import EngineError, InternalError, M2FlowError
 from m2flow.recipe import Model, Optimizer
 from m2flow.samples import Batch
@@ -60,25 +64,61 @@ class Followers:
         context.set_forkserver_preload([*loaded, *_LOADED])
         environment, self._ends = dict(os.environ), list[Connection]()
         self._processes = []
+        self._stacks = Path(tempfile.mkdtemp(prefix="m2flow-followers-"))
+        weakref.finalize(self, shutil.rmtree, self._stacks, ignore_errors=True)
         with _path_for_others():
-            for _ in range(count):
+            for rank in range(1, count + 1):
                 mine, theirs = context.Pipe()
-                process = context.Process(target=_serve_rank, args=(theirs, environment), daemon=True)
+                arguments = (theirs, environment, self._stacks / f"rank-{rank}")
+                process = context.Process(target=_serve_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._ends.append(mine)
                 self._processes.append(process)
 
     def tell(self, engine: int, method: str, *arguments: object) -> None:
+        """Have all ranks call a method of an engine of theirs.
+
+        Raises:
+            InternalError: the process of a rank has ended.
+        """
         for rank, end in enumerate(self._ends, 1):
-            end.send_bytes(cloudpickle.dumps((rank, engine, method, arguments)))
+            with self._ended(rank):
+                end.send_bytes(cloudpickle.dumps((rank, engine, method, arguments)))
 
     def wait(self) -> list[str]:
-        """Wait for all ranks; returns what each raised, or ""."""
-        for end in self._ends:
+        """Wait for all ranks; returns what each raised, or "".
+
+        Raises:
+            InternalError: the process of a rank has ended, or one does not answer.
+        """
+        for rank, end in enumerate(self._ends, 1):
             if not end.poll(_PATIENCE_S):
-                raise InternalError("a rank is not where the others are: it did not do what the first one did")
-        return [str(end.recv()) for end in self._ends]
+                raise InternalError(f"rank {rank} is not where the others are: it did not do what the first one did")
+        found = []
+        for rank, end in enumerate(self._ends, 1):
+            with self._ended(rank):
+                found.append(str(end.recv()))
+        return found
+
+    def ended(self) -> str:
+        """Name the ranks whose processes have ended, how, and where they were; "": none has."""
+        return "; ".join(self._end_of(rank) for rank, process in enumerate(self._processes, 1) if process.exitcode is not None)
+
+    @contextlib.contextmanager
+    def _ended(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            self._processes[rank - 1].join(_PATIENCE_S)
+            raise InternalError(self._end_of(rank)) from error
+
+    def _end_of(self, rank: int) -> str:
+        code = self._processes[rank - 1].exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"has ended with {code}"
+        stack = self._stacks / f"rank-{rank}"
+        where = stack.read_text(errors="replace").strip() if stack.exists() else ""
+        return f"the process of rank {rank} {how}" + (f", here:\n{where}" if where else "")
 
     def close(self) -> None:
         for end in self._ends:
@@ -100,8 +140,9 @@ def _path_for_others() -> Iterator[None]:
             os.environ["PYTHONPATH"] = kept
 
 
-def _serve_rank(end: Connection, environment: Mapping[str, str]) -> None:
-    """Run the process of a rank: make engines, and call their methods as told."""
+def _serve_rank(end: Connection, environment: Mapping[str, str], stack: Path) -> None:
+    """Run the process of a rank: make engines, and call their methods as told. A signal that ends it writes where that was to `stack`."""
+    faulthandler.enable(stack.open("w"))
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()  # A stop collects garbage, and would look at all that was loaded.
@@ -240,7 +281,11 @@ class Mirrored(TrainEngine):
 
     def _gathered(self, method: str) -> Iterator[tuple[str, Tensor]]:
         self._followers.tell(self._number, method)
-        found = list(getattr(self._own, method)())
+        try:
+            found = list(getattr(self._own, method)())
+        except Exception as error:
+            self._ended(error)
+            raise
         self._heard(method)
         return iter(found)
 
@@ -285,8 +330,19 @@ class Mirrored(TrainEngine):
             if not all(self._followers.wait()):
                 raise InternalError(f"{method} failed on rank 0 and not on all others") from None
             raise
+        except Exception as error:
+            self._ended(error)
+            raise
         self._heard(method)
         return result
+
+    def _ended(self, error: Exception) -> None:
+        """Raise which rank's process has ended, if that may be why rank 0 has failed: one that is killed takes a moment to end."""
+        deadline = time.monotonic() + 1
+        while not (ended := self._followers.ended()) and is_of_a_collective(error) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended:
+            raise InternalError(ended) from error
 
     def _heard(self, method: str) -> None:
         if any(words := self._followers.wait()):

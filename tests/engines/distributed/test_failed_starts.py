@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -22,7 +23,7 @@ from m2flow.engines.distributed import ranks
 from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.ranks import ReplicatedTrain
-from m2flow.errors import EngineError, M2FlowError
+from m2flow.errors import EngineError, InternalError, M2FlowError
 from m2flow.recipe import Model
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import PPO, samples, started
@@ -156,3 +157,22 @@ def test_ranks_that_did_not_meet_leave_the_hook_for_errors_as_it_was_and_meet_ot
     assert dist.distributed_c10d._world.group_count == 0, "else the next start hangs"
     with started(Mirrored(FsdpTrain, model, EngineSettings(), followers)) as engine:
         assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
+
+
+class DiesInAPass(ReplicatedTrain):
+    def _backward(self, loss: Any) -> None:
+        if self._ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        super()._backward(loss)
+
+
+def test_a_follower_whose_process_ends_in_a_pass_is_named_with_how_and_where(model: Model) -> None:
+    followers = Followers(1)
+    with closing(followers):
+        engine = Mirrored(DiesInAPass, model, EngineSettings(options={"collective_timeout_s": 4}), followers)
+        engine.start()
+        with pytest.raises(InternalError, match=r"rank 1 was killed by SIGSEGV, here:\n(.*\n)*.*in _backward"):
+            engine.accumulate(samples(VOCABULARY), PPO)
+        with pytest.raises(InternalError, match="rank 1 was killed by SIGSEGV"):
+            engine.onload()
+        engine._own.stop()
