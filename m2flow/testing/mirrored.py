@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Followers:
     """The processes of the ranks after the first. They serve any number of engines, one after the other.
 
     They are forked from one process, which loads PyTorch when the first is made and stays. They have the environment variables of this
-    process as they are when they are made, though what is read when PyTorch is loaded was read then.
+    process as they are when they are made, though what is read when PyTorch is loaded was read then. Where one has ended, the next engine
+    gets new ones.
 
     Args:
         count: how many.
@@ -60,21 +62,32 @@ class Followers:
 
     def __init__(self, count: int, loaded: Sequence[str] = ()) -> None:
         self.count = count
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*loaded, *_LOADED])
-        environment, self._ends = dict(os.environ), list[Connection]()
-        self._processes = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*loaded, *_LOADED])
+        self._environment = dict(os.environ)
         self._stacks = Path(tempfile.mkdtemp(prefix="m2flow-followers-"))
         weakref.finalize(self, shutil.rmtree, self._stacks, ignore_errors=True)
+        self._start()
+
+    def _start(self) -> None:
+        self._ends, self._processes = list[Connection](), list[ForkServerProcess]()
         with _path_for_others():
-            for rank in range(1, count + 1):
-                mine, theirs = context.Pipe()
-                arguments = (theirs, environment, self._stacks / f"rank-{rank}")
-                process = context.Process(target=_serve_rank, args=arguments, daemon=True)
+            for rank in range(1, self.count + 1):
+                mine, theirs = self._context.Pipe()
+                arguments = (theirs, self._environment, self._stacks / f"rank-{rank}")
+                process = self._context.Process(target=_serve_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._ends.append(mine)
                 self._processes.append(process)
+
+    def renew(self) -> None:
+        """Start all of them anew if one has ended."""
+        if self.ended():
+            for process in self._processes:
+                process.kill()  # It may wait for the one that has ended.
+            self.close()
+            self._start()
 
     def tell(self, engine: int, method: str, *arguments: object) -> None:
         """Have all ranks call a method of an engine of theirs.
@@ -199,6 +212,7 @@ class Mirrored(TrainEngine):
         self._place = Path(tempfile.mkdtemp(prefix="m2flow-ranks-"))
         weakref.finalize(self, shutil.rmtree, self._place, ignore_errors=True)  # For an engine that can't start, or is never stopped.
         where = f"file://{self._place / 'meet'}"
+        followers.renew()
         settings = replace(settings, num_ranks=followers.count + 1, rendezvous=where)
         self._followers = followers
         self._own = factory(model, settings)
@@ -212,7 +226,12 @@ class Mirrored(TrainEngine):
         self._on_all_ranks("start")
 
     def stop(self) -> None:
-        self._on_all_ranks("stop")
+        try:
+            self._on_all_ranks("stop")
+        except InternalError:
+            if self._followers.ended():
+                self._own.stop()
+            raise
         shutil.rmtree(self._place, ignore_errors=True)
 
     def onload(self) -> None:

@@ -166,13 +166,14 @@ class DiesInAPass(ReplicatedTrain):
         super()._backward(loss)
 
 
-def test_a_follower_whose_process_ends_in_a_pass_is_named_with_how_and_where(model: Model) -> None:
-    followers = Followers(1)
-    with closing(followers):
-        engine = Mirrored(DiesInAPass, model, EngineSettings(options={"collective_timeout_s": 4}), followers)
+def test_a_follower_whose_process_ends_in_a_pass_is_named_with_how_and_where_and_the_next_engine_has_another(model: Model) -> None:
+    with closing(Followers(1)) as followers:
+        settings = EngineSettings(options={"collective_timeout_s": 4})
+        engine = Mirrored(DiesInAPass, model, settings, followers)
         engine.start()
         with pytest.raises(InternalError, match=r"rank 1 was killed by SIGSEGV, here:\n(.*\n)*.*in _backward"):
             engine.accumulate(samples(VOCABULARY), PPO)
         with pytest.raises(InternalError, match="rank 1 was killed by SIGSEGV"):
-            engine.onload()
-        engine._own.stop()
+            engine.stop()
+        with started(Mirrored(ReplicatedTrain, model, settings, followers)) as engine:
+            assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
