@@ -52,6 +52,7 @@ from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply,
 from m2flow.agents.conversation import Conversation, Strand, not_sampled
 from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
+from m2flow.engines import lines_of
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
@@ -512,10 +513,9 @@ class EventLoop:
 
     def _place(self) -> str:
         """The line of a user's file that the loop's thread is in."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        lines = [(frame.f_code.co_filename, frame.f_lineno) for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
+        lines = lines_of(self._thread.ident or 0)
         libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
-        own = [line for line in lines if "-packages" not in line[0] and not line[0].startswith(libraries)]
+        own = [line for line in lines if "-packages" not in line.file and not line.file.startswith(libraries)]
         return "{}:{}".format(*(own or lines)[0]) if lines else "its thread has ended"
 
     def begin(self, episode: _Episode) -> None:

@@ -268,6 +268,9 @@ class DeepSpeedOptions:
     """float16: where the search for a scale starts."""
     bucket_elements: int = 50_000_000
     """Numbers sent at a time."""
+    collective_timeout_s: float = 600.0
+    """Seconds that a rank waits in a collective: longer than any pass, step or checkpoint takes another one. Then the step ends, with the
+    rank that hangs and its call, pass and layer in the error, and the run goes on from its last checkpoint."""
 
 
 def read_deepspeed(given: Mapping[str, object], model_dtype: str) -> DeepSpeedOptions:
@@ -277,6 +280,7 @@ def read_deepspeed(given: Mapping[str, object], model_dtype: str) -> DeepSpeedOp
         EngineError: one that is none, or two that do not go together.
     """
     kinds = {field.name: type(field.default) for field in fields(DeepSpeedOptions)}
+    timeout_s_of(given)
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name in _OF_THE_PASSES:

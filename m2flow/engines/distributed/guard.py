@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from m2flow.engines import lines_of
 from m2flow.errors import EngineError, M2FlowError, unexpected
 
 
@@ -138,19 +138,22 @@ class Course:
         place = self.place()
         return "" if place is None else f"{place.words()}{', where it waits for others' * place.waits}"
 
+    @property
+    def for_s(self) -> float:
+        """Seconds that the rank has been where it is; 0: it is in no call. For any thread."""
+        return time.monotonic() - self._since_s if self._call else 0.0
+
     def place(self) -> Place | None:
         """Where the rank is at this moment; None: in no call. For any thread."""
         call, work, for_s = self._call, self._work, time.monotonic() - self._since_s
         if not call:
             return None
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
-            frame = frame.f_back
-        if frame is None:
-            return Place(", ".join(filter(None, (call, work))), "?", for_s, False)
-        file = frame.f_code.co_filename
-        at = f"{frame.f_code.co_name} ({os.path.basename(file)}:{frame.f_lineno})"
-        return Place(", ".join(filter(None, (call, work))), at, for_s, _is_of(_COLLECTIVES, file) and not _is_of(_ALONE, file))
+        work = ", ".join(filter(None, (call, work)))
+        line = next((line for line in lines_of(self._thread) if not line.file.endswith(_BETWEEN)), None)
+        if line is None:
+            return Place(work, "?", for_s, False)
+        at = f"{line.function} ({os.path.basename(line.file)}:{line.number})"
+        return Place(work, at, for_s, _is_of(_COLLECTIVES, line.file) and not _is_of(_ALONE, line.file))
 
 
 class Guard:

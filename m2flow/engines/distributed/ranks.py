@@ -329,8 +329,8 @@ class HangDetector:
     def _tell_now_and_then(self) -> None:
         has_told = False
         while not self._is_over.wait(self._period_s):
-            place = self._course.place()
-            is_long = place is not None and place.for_s > self._wait_s / 2
+            place = self._course.place() if self._course.for_s > self._wait_s / 2 else None
+            is_long = place is not None
             if is_long or has_told:
                 with suppress(RuntimeError):  # Whoever keeps the store is gone.
                     self._store.set(self._keys[self._rank], json.dumps([time.time(), place] if is_long else None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from hanging import Call, Stay, check_a_call_is_named_that_hangs, check_who_hang
 from tiny_models import VOCABULARY, dense_config, write_model
 
 from m2flow.engines.contract import EngineSettings
-from m2flow.engines.distributed import check_fsdp
+from m2flow.engines.distributed import check_deepspeed, check_fsdp
+from m2flow.engines.distributed.deepspeed import DeepSpeedTrain
 from m2flow.engines.distributed.fsdp import FsdpTrain
 from m2flow.engines.distributed.guard import Course
 from m2flow.engines.distributed.ranks import RankedTrain, ReplicatedTrain
@@ -22,6 +24,8 @@ from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.testing.mirrored import Followers
 from m2flow.testing.train_suite import samples
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +48,10 @@ def followers() -> Iterator[Followers]:
         (FsdpTrain, {"pp": 2}, Stay("model.layers.2")),
         (FsdpTrain, {"pp": 2, "schedule": "zero-bubble"}, Stay("model.layers.2", "backward")),
         (FsdpTrain, {"tp": 2}, Stay("model.layers.0.mlp", says="model.layers.0")),
+        pytest.param(DeepSpeedTrain, {"zero": 2}, Stay("model.layers.1", "backward"), marks=NEEDS_DEEPSPEED),
+        pytest.param(DeepSpeedTrain, {"zero": 3}, Stay("model.layers.1"), marks=NEEDS_DEEPSPEED),
     ],
-    ids=["replicas", "sharded", "stages", "without bubble", "split layers"],
+    ids=["replicas", "sharded", "stages", "without bubble", "split layers", "deepspeed", "deepspeed, sharded"],
 )
 def test_a_rank_that_stays_in_a_layer_ends_the_step_with_its_place(
     of: type[RankedTrain], options: dict[str, Any], stay: Stay, model: Model, followers: Followers
@@ -65,7 +71,7 @@ def test_a_rank_that_stays_in_a_call_without_passes_ends_it_with_its_place(
 def test_a_time_that_is_none_is_refused(given: object, model: Model) -> None:
     with pytest.raises(EngineError, match="the option collective_timeout_s of the train engine is"):
         FsdpTrain(model, EngineSettings(options={"collective_timeout_s": given}))
-    for check in (check_fsdp, check_before):
+    for check in (check_fsdp, check_before, check_deepspeed):
         with pytest.raises(EngineError, match="collective_timeout_s of the train engine"):
             check(model, {"collective_timeout_s": given}, 2)
 
