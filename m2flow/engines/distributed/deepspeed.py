@@ -78,7 +78,7 @@ from m2flow.engines.distributed import (
 )
 from m2flow.engines.distributed.ranks import RankedTrain, Root, stopping_if_it_fails
 from m2flow.engines.models import lora, packing, trainer_checkpoint
-from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, load_model, use_threads
+from m2flow.engines.models.hf_model import groups_of_weights, keep_freed_memory, layers, load_model, use_threads
 from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.optimizers import RecipeAdamW, packed_state, unpacked_state
 from m2flow.engines.models.packing import Demonstrations
@@ -261,6 +261,7 @@ class DeepSpeedTrain(RankedTrain):
         if self._options.activation_checkpointing:
             recompute_layers(self._model)
         self._root = Root(self._model, self._source.head)
+        self._ranks.course.follow(self._model, layers(self._model))
         self._tensors = _by_name(self._model)
         self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
         self._client = RecipeAdamW(parameter for parameter in self._root.parameters() if parameter.requires_grad)
