@@ -311,7 +311,9 @@ def forecast(plan: Plan, spec: ClusterSpec, ask: Callable[[ClusterSpec], Questio
         if used > there and spec.launcher == "local":
             what = "cores" if pool.device == "cpu" else "devices"
             notes.append(f"as if each process had {what} of its own: they use {used}, and there are {there}")
-        choice = _choice(ask(_with_room(spec, pins, used)))
+        question = ask(_with_room(spec, pins, used))
+        notes += [doubt for doubt in question.doubts if doubt.startswith(UNKNOWN_TURNS.partition("{}")[0])]
+        choice = _choice(question)
     except M2FlowError as error:
         return Forecast(None, str(error).partition("\n")[0])
     if not any(constant.source.startswith("measured") for constant in choice.constants.values()):
