@@ -37,7 +37,7 @@ class PacedRollout(RolloutEngine):  # type: ignore[misc]
     """Options: `slots`, `step_ms`, `prefill_us` a token, `cache` in tokens, `told`."""
 
     name = "paced"
-    capabilities = Capabilities("rollout")
+    capabilities = Capabilities("rollout", self_paced=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         options = settings.options

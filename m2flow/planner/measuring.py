@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from m2flow.micro.protocol.cost_terms import EpisodeCosts, EpisodeTurn, ToolCost
 from m2flow.micro.protocol.plan import Plan, WorkerPlan
-from m2flow.micro.records.ledger import read_refills, read_token_counts
+from m2flow.micro.records.ledger import read_refills, read_roles, read_token_counts
 from m2flow.observe.spans import Span, SpanName, sample_of, samples_of
 from m2flow.observe.store import read_spans
 from m2flow.planner.profiles import (
@@ -104,13 +104,11 @@ def batches_of(
     return (running - entered, context, entered, prefill), np.flatnonzero(is_known)
 
 
-def _is_played(span: Span, role: str, worker: str, speakers: Set[str]) -> bool:
-    """Whether a sample or a turn may be one of this role's engine on this worker. Limit: of a role that speaks in others' episodes
-    the turns in its own are passed over.
-    """
+def _is_played(span: Span, role: str, worker: str, roles: Mapping[int, str]) -> bool:
+    """Whether a sample or a turn is one of this role's engine on this worker; `roles`: those whose samples calls draw."""
     if "role" in span.attributes:
         return span.attributes["role"] == role and span.attributes.get("worker", span.lane[0]) == worker
-    return span.lane[0] == worker and not (span.name == SpanName.TURN and role in speakers)
+    return span.lane[0] == worker and (not role or roles.get(number(span, "call", -1), role) == role)
 
 
 class Cover:
@@ -273,10 +271,10 @@ class Observed:
             SpecError: the directory has no ledger.
         """
         spans = sorted(read_spans(run_dir, last_bytes=last_bytes), key=lambda span: (span.start_ns, span.end_ns))
-        counts = read_token_counts(run_dir)
+        counts, roles = read_token_counts(run_dir), read_roles(run_dir)
         steps = [int(str(span.attributes["step"])) for span in spans if "step" in span.attributes]
         first = min((step for step in steps if step >= 0), default=-1)
-        reader = _Reader(spans, counts, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
+        reader = _Reader(spans, counts, roles, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
         natural = None if natural_steps is None else set(natural_steps)
         own_steps = math.inf if natural is None else next(step for step in itertools.count() if step not in natural)
         found = reader.read([(packed, num) for packed, num in counts.items() if natural is None or num[0] in natural])
@@ -286,9 +284,12 @@ class Observed:
 class _Reader:
     """Extracts sizes and times from the spans of a run."""
 
-    def __init__(self, spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], *, warm_up: int) -> None:
+    def __init__(
+        self, spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], roles: Mapping[int, str], *, warm_up: int
+    ) -> None:
         self._spans = spans
         self._counts = counts
+        self._roles = roles
         ends = [span.end_ns for span in spans if span.attributes.get("step") == warm_up]
         self._from_ns = max(ends, default=0)
         """The end of the warm-up; earlier spans are ignored."""
@@ -336,9 +337,8 @@ class _Reader:
     def _decode(self, steps: Sequence[Span], sample_spans: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
         found = {}
         single = [span for span in steps if "num_steps" not in span.attributes]  # A span of several steps has no time for each.
-        speakers = {str(span.attributes["role"]) for span in sample_spans if "role" in span.attributes}
         for (role, worker), own in _by(single).items():
-            of_engine = [span for span in sample_spans if _is_played(span, role, worker, speakers)]
+            of_engine = [span for span in sample_spans if _is_played(span, role, worker, self._roles)]
             (decoding, context, entered, prefill), kept = batches_of(own, of_engine, self._counts)
             spans = [own[i] for i in kept.tolist()]
             if spans:

@@ -34,9 +34,10 @@ from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.planner.pools import offered, refused_in_all
+from m2flow.planner.problem import options_of
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.search import find_plan
-from m2flow.planner.workload import Workload, extents_of, workload_of
+from m2flow.planner.workload import Away, Workload, extents_of, workload_of
 from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.rollout_scheduling.lengths import Lengths, Mixture, parse_lengths
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
@@ -77,6 +78,13 @@ class Question:
 
 UNKNOWN_TOOLS = "what the agents' tools take is not known, so each episode counts as one turn; a profile of a run that played some knows it"
 """A doubt about simulated and predicted times of flows with agents."""
+
+
+UNKNOWN_TURNS = (
+    "how long the turns of {} are is not known, so what episodes wait for them is left out of the step; "
+    "a profile of a run that played some knows it"
+)
+"""A doubt about the predicted times of flows in whose episodes others speak from devices of their own."""
 
 
 def is_searched(spec: ClusterSpec, models: Mapping[str, Model]) -> bool:
@@ -151,8 +159,44 @@ def question_of(
     costs = ProfiledCosts(measured, modelled) if measured else modelled
     has_agents = any("agent" in call.options for call in graph.calls)
     blind = (UNKNOWN_TOOLS,) if has_agents and not costs.episodes().episodes else ()
-    doubts = (*cuts, *(measured.doubts(spec) if measured else ()), *blind)
+    workload, deaf = with_waits(workload, costs, spec)
+    doubts = (*cuts, *(measured.doubts(spec) if measured else ()), *blind, *deaf)
     return Question(workload, found, known is not None, costs, spec, doubts, partial(_lowered, graph, models, spec, copies))
+
+
+def with_waits(workload: Workload, costs: Costs, spec: ClusterSpec) -> tuple[Workload, tuple[str, ...]]:
+    """The workload, with what episodes wait for those who speak in them from devices of their own, as recorded episodes say; and a doubt
+    about those of whom none says anything.
+
+    A turn takes what it takes in the fastest layout that may be chosen, in a batch of the share of all episodes that the turns' share of
+    the tokens gives.
+    """
+    played = costs.episodes().episodes
+    num_tokens = sum(turn.num_tokens for one in played for turn in one)
+    found = {call.name: call for call in workload.calls}
+    unknown = []
+    for call in [call for call in workload.calls if call.beside and call.engine is not None]:
+        assert call.engine is not None
+        turns = [turn for one in played for turn in one if turn.role == call.engine.role]
+        options = options_of([call.engine], costs, spec).of[call.engine]
+        if not turns or not options:
+            unknown.append(call.engine.role)
+            continue
+        share = sum(turn.num_tokens for turn in turns) / num_tokens
+        waits = []
+        for option in options:
+            cost = costs.decode(call.engine, option.pool, option.layout)
+            at_once = min(max(1.0, call.num_samples * share / option.layout.dp), cost.max_running)
+            read_s = sum(turn.prefill_tokens for turn in turns) * cost.prefill_token_s
+            way_s = 2 * len(turns) * costs.hop_s(0, option.pool, option.pool)
+            waits.append((share * cost.seconds(at_once), (read_s * at_once + way_s) / len(played)))
+        token_s, episode_s = min(waits, key=lambda wait: wait[0] * num_tokens / len(played) + wait[1])
+        before = found[call.beside].away
+        away = Away(before.share + share, before.token_s + token_s, before.episode_s + episode_s)
+        found[call.beside] = msgspec.structs.replace(found[call.beside], away=away)
+        found[call.name] = msgspec.structs.replace(call, away=Away(1.0 - share))
+    doubts = (UNKNOWN_TURNS.format(", ".join(dict.fromkeys(unknown))),) if unknown else ()
+    return msgspec.structs.replace(workload, calls=tuple(found.values())), doubts
 
 
 def _check_shapes(workload: Workload, shapes: Mapping[str, ModelShape], spec: ClusterSpec) -> None:
@@ -267,7 +311,9 @@ def forecast(plan: Plan, spec: ClusterSpec, ask: Callable[[ClusterSpec], Questio
         if used > there and spec.launcher == "local":
             what = "cores" if pool.device == "cpu" else "devices"
             notes.append(f"as if each process had {what} of its own: they use {used}, and there are {there}")
-        choice = _choice(ask(_with_room(spec, pins, used)))
+        question = ask(_with_room(spec, pins, used))
+        notes += [doubt for doubt in question.doubts if doubt.startswith(UNKNOWN_TURNS.partition("{}")[0])]
+        choice = _choice(question)
     except M2FlowError as error:
         return Forecast(None, str(error).partition("\n")[0])
     if not any(constant.source.startswith("measured") for constant in choice.constants.values()):

@@ -814,11 +814,11 @@ class Problem:
 
         Each call stops at its own limit.
         """
-        made: dict[tuple[int, int, int], BatchTimes] = {}
+        made: dict[tuple[object, ...], BatchTimes] = {}
         found, limits = {}, dict[str, int]()
         for call in self.workload.calls:
             limits[call.name] = call.max_new_tokens or max((limits.get(name, 0) for name in call.after), default=0)
-            shape = call.num_prompts, call.num_per_prompt, limits[call.name]
+            shape = call.num_prompts, call.num_per_prompt, limits[call.name], call.away
             if shape not in made:
                 made[shape] = BatchTimes(call, self.lengths, limit=limits[call.name])
             found[call.name] = made[shape]

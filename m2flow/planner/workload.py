@@ -17,7 +17,11 @@ it promises, and for a convex release (a long tail, all samples running from the
 Given lengths are those of the models that the step trains; other models (a judge) are assumed to use all that they are allowed to.
 
 Turns of a speaker that is pinned apart (`m2flow.micro.lowering.placement.is_apart`) are a generation beside the rollout: what needs the
-episodes waits for both. Limit: that one waits for the other between two turns is not counted here; the simulator counts it.
+episodes waits for both. Where recorded episodes say how much others speak (`Away`), each of the two decodes its share s of the tokens, and
+
+    T >= s (t0 L + t1 W/n) + what the longest episode waits for others + prefill/n + entering and leaving
+
+since an episode is in one batch at a time. Without any, each decodes all tokens, and no wait is counted.
 """
 
 from __future__ import annotations
@@ -48,6 +52,17 @@ from m2flow.spec import ClusterSpec
 Work = Literal["generate", "forward", "update", "function"]
 
 
+class Away(msgspec.Struct, frozen=True):
+    """What others, on devices of their own, do in a rollout's episodes, and what these wait for it."""
+
+    share: float = 0.0
+    """Of an episode's tokens, those that others speak."""
+    token_s: float = 0.0
+    """Seconds that an episode waits for others, for each of all its tokens."""
+    episode_s: float = 0.0
+    """Seconds that it waits besides: for prefill there, and for the ways there and back."""
+
+
 class CallLoad(msgspec.Struct, frozen=True):
     """A call of the step with its sizes."""
 
@@ -75,6 +90,8 @@ class CallLoad(msgspec.Struct, frozen=True):
     """Mean size of the prompts' texts, of a generate call on a dataset."""
     beside: str = ""
     """The call in whose episodes these turns are, of a speaker on devices of its own: it takes no turns on devices with that call."""
+    away: Away = Away()
+    """Of a rollout with such speakers, or of the turns of one: what is done elsewhere."""
 
     @property
     def num_samples(self) -> int:
@@ -361,6 +378,7 @@ class Draw:
     """[P, G]."""
     prompts: IntArray
     """[P]."""
+    away: Away = Away()  # noqa: RUF009
 
     _known: dict[int, tuple[Instances, FloatArray]] = field(default_factory=dict, repr=False)
     """Cache of `seconds` by the id of the ways, which are kept alive; used by itself and for releases."""
@@ -374,9 +392,14 @@ class Draw:
         """Cumulative lengths: of the longest sample, of the two longest, and so on."""
         return np.cumsum(self._ascending[::-1], dtype=np.float64)
 
+    @property
+    def _own(self) -> float:
+        """The share of the tokens that is decoded here."""
+        return 1.0 - self.away.share
+
     def longest_alone_s(self, ways: Instances) -> FloatArray:
         """Lower bound of the longest sample, whose tokens are sequential: (t0 + t1) L."""
-        return (ways.step_s + ways.sample_s) * int(self.responses.max(initial=0))
+        return (ways.step_s + ways.sample_s) * int(self.responses.max(initial=0)) * self._own
 
     def k_longest_s(self, ways: Instances) -> FloatArray:
         """The k-longest bound, max_k (L1 + ... + Lk) / R_k: the k longest samples at the best rate for k samples, with free migration.
@@ -390,15 +413,18 @@ class Draw:
         rest = active - whole * ways.num[:, None]
         t0, t1 = ways.step_s[:, None], ways.sample_s[:, None]
         rates = rest * (whole + 1) / (t0 + t1 * (whole + 1)) + (ways.num[:, None] - rest) * whole / (t0 + t1 * whole)
-        return np.asarray((tokens[None, :] / rates).max(axis=1))
+        return np.asarray((tokens[None, :] / rates).max(axis=1)) * self._own
 
     def seconds(self, ways: Instances) -> FloatArray:
         """Seconds of the rollout for each way."""
         if id(ways) in self._known:
             return self._known[id(ways)][1]
         tokens, longest = float(self.responses.sum()), float(self.responses.max(initial=0))
-        even = ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num
+        even = (ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num) * self._own
         decode = np.maximum(even, self.k_longest_s(ways))
+        if waits_s := longest * self.away.token_s + self.away.episode_s:
+            each = np.minimum(tokens / ways.num, longest * ways.max_running)
+            decode = np.maximum(decode, (ways.step_s * longest + ways.sample_s * each) * self._own + waits_s)
         each = self.responses.size / ways.num
         handovers = np.minimum(each, np.divide(decode, ways.gather_s, out=np.full_like(decode, np.inf), where=ways.gather_s > 0))
         seconds = np.asarray(decode + self.prefill_s(ways) + each * ways.enter_leave_s + handovers * ways.handover_s)
@@ -439,7 +465,7 @@ class BatchTimes:
 
         def draw(step: int) -> Draw:
             responses = _cut(lengths.draw(*shape, seed, step=step), limit)
-            return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]))
+            return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]), call.away)
 
         self._draw = functools.cache(draw)
         self.draws = tuple(draw(step) for step in range(num_draws))
@@ -473,7 +499,9 @@ class BatchTimes:
         """Seconds of the longest sample in a full batch: from the last prompt in to the last sample out."""
         share = np.minimum(ways.max_running, np.ceil(self.draws[0].responses.size / ways.num))
         longest = float(np.mean([draw.responses.max(initial=0) for draw in self.draws]))
-        return np.asarray((ways.step_s + ways.sample_s * share) * longest)
+        away = self.draws[0].away
+        waits_s = longest * away.token_s + away.episode_s
+        return np.asarray((ways.step_s + ways.sample_s * share) * longest * (1.0 - away.share) + waits_s)
 
     def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
         """Start of the linear release that is nowhere earlier than the true one, in chunks of whole groups, [ways, chunks]."""

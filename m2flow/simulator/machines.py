@@ -7,6 +7,10 @@ A worker of a searched plan is on the devices of its placements. A worker of a p
 many as it has threads; workers that take turns share theirs. A run and its simulation give a policy the same numbers. Limit: one pace for
 a role, that of its slowest instance.
 
+Engines of one worker (`Machine.lanes`). Its loop steps those that decode in its own process one after the other. Servers, which decode in
+processes of their own, do so at the same time on a host's cores. On a GPU two processes have the device in turn, so their steps add up as
+in one. Limits: servers on a host find cores for all their threads; a step leaves nothing of a GPU to others.
+
 Interference (`Paces`). On this machine (`ClusterSpec.pools` empty) concurrent work slows other work down by a factor; several engines of a
 kind as much as one. Devices of a pool have memory and caches of their own, and don't interfere.
 """
@@ -23,7 +27,7 @@ import msgspec
 
 from m2flow.errors import M2FlowError, PlanError
 from m2flow.macro.graph import MacroGraph
-from m2flow.micro.lowering.capabilities import readable_offloaded
+from m2flow.micro.lowering.capabilities import is_self_paced, readable_offloaded
 from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
 from m2flow.micro.protocol.plan import Pace, Placement, Plan, WorkerPlan
 from m2flow.planner.planning import question_of
@@ -84,6 +88,14 @@ class Machine:
     """By role."""
     sync_s: Mapping[str, float] = field(default_factory=dict)
     """Role -> seconds to load new weights into its rollout engine here."""
+    beside: frozenset[str] = frozenset()
+    """Roles whose rollout engines decode here at the same time as any other."""
+
+    @property
+    def lanes(self) -> tuple[tuple[str, ...], ...]:
+        """The roles that decode here, together those whose engines decode one after the other."""
+        in_turn = tuple(role for role in self.decode if role not in self.beside)
+        return *([in_turn] if in_turn else []), *((role,) for role in self.decode if role in self.beside)
 
     @property
     def pool(self) -> str:
@@ -178,6 +190,9 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
             {s.engine.role: costs.decode(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "rollout"},
             {s.engine.role: costs.train(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "train"},
             syncs,
+            frozenset(
+                slot.role for slot in worker.engines if worker.device == "cpu" and slot.kind == "rollout" and is_self_paced(slot.engine)
+            ),
         )
     return machines
 

@@ -517,8 +517,8 @@ class Period:
     end_s: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Device seconds: `work`, and idle by cause."""
-    turns: Mapping[str, float] = field(default_factory=dict)
-    """Worker -> its count of decode turns at the end."""
+    turns: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Worker, and role of an engine there -> its count of decode turns at the end."""
     peak_bytes: int = 0
     """Bytes on the fullest device."""
 
@@ -846,7 +846,7 @@ class Simulation:
         period = self._periods[self._at]
         period.end_s = self.clock.now_s
         period.seconds = self._usage.take()
-        period.turns = {n: w.decoding.turns_at(self.clock.now_s) for n, w in self._workers.items() if self._machines[n].decode}
+        period.turns = {(name, role): turns for name, worker in self._workers.items() for role, turns in worker.turns().items()}
         self._at += 1
         if self._at < len(self._periods):
             self._periods[self._at].start_s = self.clock.now_s

@@ -114,12 +114,12 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class TimeWindow:
-    """A stretch of virtual time, with each worker's count of decode turns at both ends."""
+    """A stretch of virtual time, with the count of decode turns at both ends, by worker and role of the engine."""
 
     start_s: float
     end_s: float
-    turns_before: Mapping[str, float]
-    turns_after: Mapping[str, float]
+    turns_before: Mapping[tuple[str, str], float]
+    turns_after: Mapping[tuple[str, str], float]
 
 
 def span_bounds(history: History, machines: Mapping[str, Machine], span: TimeWindow, *, is_self_contained: bool) -> dict[str, float]:
@@ -129,7 +129,7 @@ def span_bounds(history: History, machines: Mapping[str, Machine], span: TimeWin
         is_self_contained: what is trained in the span was generated in it, so that the order of both counts too.
     """
     pieces = {
-        name: [(run, _whole(run, span.turns_before.get(name, 0.0), span.turns_after[name])) for run in runs]
+        name: [(run, _whole(run, span.turns_before.get((name, run.role), 0.0), span.turns_after[name, run.role])) for run in runs]
         for name, runs in history.sample_runs.items()
         if machines[name].decode
     }
@@ -246,13 +246,15 @@ def _whole(run: SampleRun, before: float, after: float) -> int:
 
 
 def _decode_device_s(pieces: Mapping[str, Sequence[tuple[SampleRun, int]]], machines: Mapping[str, Machine], span: TimeWindow) -> float:
-    """Device seconds of decoding at the best rate, and of prefill that began in the span."""
+    """Device seconds of decoding at the best rate; of engines that decode at the same time, those of the busiest."""
     total = 0.0
     for name, found in pieces.items():
         machine = machines[name]
+        seconds = dict.fromkeys(machine.decode, 0.0)
         for run, tokens in found:
             cost = machine.decode[run.role]
-            total += tokens * (cost.step_s / cost.max_running + cost.sample_s) * machine.num_devices
+            seconds[run.role] += tokens * (cost.step_s / cost.max_running + cost.sample_s)
+        total += max((sum(seconds[role] for role in roles) for roles in machine.lanes), default=0.0) * machine.num_devices
     return total
 
 

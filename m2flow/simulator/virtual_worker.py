@@ -2,10 +2,11 @@
 
 What messages mean and which task is next is the real worker's own logic (`m2flow.micro.worker.task_queue`); what is done, takes time.
 
-Decoding. A turn decodes one token for each running sample; it takes `step_s + b sample_s` for each role with b samples, as in the worker's
-own loop. While no sample joins or leaves, all turns are alike, so the clock advances from one change to the next, however many tokens lie
-between. Prefill comes first and holds up decoding. Limits: a sample joins and leaves in the middle of a turn, so a turn may be shared; the
-context does not grow; nothing is preempted for lack of memory, since `max_running` is what fits at the mean length.
+Decoding. A turn decodes one token for each running sample; it takes `step_s + b sample_s` for each role with b samples, since the worker's
+loop steps its engines one after the other; those that decode at the same time (`Machine.lanes`) have turns of their own. While no sample
+joins or leaves, all turns are alike, so the clock advances from one change to the next. Prefill comes first and holds up decoding. Limits:
+a sample joins and leaves in the middle of a turn, so a turn may be shared; the context does not grow; nothing is preempted for lack of
+memory, since `max_running` is what fits at the mean length.
 
 Speakers. A turn of another role in an episode (`EpisodeTurn.role`) is decoded by the worker that has that role's engine, this one or the
 one that a real episode would ask, in its batch; meanwhile the episode is in none. Limit: an episode that is stopped has the tokens of its
@@ -220,7 +221,7 @@ def report_of(role: str, runs: Sequence[SampleRun], turns: float, kv_capacity: i
 
 @final
 class Decoding:
-    """Decodes the samples of one worker, turn by turn."""
+    """Decodes the samples of one worker's engines that step one after the other, turn by turn."""
 
     def __init__(self, costs: Mapping[str, DecodeCost]) -> None:
         self._costs = costs
@@ -232,30 +233,21 @@ class Decoding:
         self._running: dict[str, list[tuple[float, int, SampleRun]]] = {role: [] for role in costs}
         self._num_running = dict.fromkeys(costs, 0)
         self._waiting: dict[str, deque[SampleRun]] = {role: deque() for role in costs}
-        self._turn_s = 0.0
+        self.turn_s = 0.0
+        """Seconds of a turn now; 0 if nothing decodes."""
         self._pace = 1.0
         self._num_added = 0
         self.num_away = 0
         """Episodes that wait for tools or their agents."""
 
     @property
-    def rests(self) -> bool:
-        """Whether there is nothing to decode, since all episodes are away."""
-        return self.num_away > 0 and not self.num_running and not any(self._waiting.values())
+    def has_some(self) -> bool:
+        """Whether a sample decodes, or waits to."""
+        return self.num_running > 0 or any(self._waiting.values())
 
     @property
     def num_running(self) -> int:
         return sum(self._num_running.values())
-
-    @property
-    def turn_s(self) -> float:
-        """Seconds of a turn now; 0 if nothing decodes."""
-        return self._turn_s
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sample decodes or waits, nor is away."""
-        return not self.num_running and not self.num_away and not any(self._waiting.values())
 
     def add(self, runs: Iterable[SampleRun], now_s: float) -> None:
         """Add samples; those that there is room for begin."""
@@ -291,7 +283,7 @@ class Decoding:
         """Set the factor by which turns take longer from now on, because of concurrent work."""
         if factor != self._pace:
             self.advance(now_s)
-            self._turn_s *= factor / self._pace
+            self.turn_s *= factor / self._pace
             self._pace = factor
 
     def turns_at(self, now_s: float) -> float:
@@ -302,7 +294,7 @@ class Decoding:
     def next_s(self) -> float | None:
         """Time at which the next sample ends, if nothing changes."""
         nearest = min((heap[0][0] for heap in self._live_heaps()), default=None)
-        return None if nearest is None else self._last_s + self._held_s + max(nearest - self.turns, 0.0) * self._turn_s
+        return None if nearest is None else self._last_s + self._held_s + max(nearest - self.turns, 0.0) * self.turn_s
 
     def finished(self, now_s: float) -> list[SampleRun]:
         """Remove and return the samples that end now, at the time of `next_s`, and the episodes whose turn does, which are away then."""
@@ -342,8 +334,8 @@ class Decoding:
         self._last_s = now_s
         held = min(self._held_s, passed)
         self._held_s -= held
-        if self._turn_s > 0:
-            self.turns += (passed - held) / self._turn_s
+        if self.turn_s > 0:
+            self.turns += (passed - held) / self.turn_s
 
     def _end(self, run: SampleRun, now_s: float) -> None:
         run.ended, run.ended_s, run.is_over = self.turns, now_s, True
@@ -376,8 +368,8 @@ class Decoding:
                 self._num_added += 1
                 self._num_running[role] += 1
                 heapq.heappush(self._running[role], (self.turns + run.ahead, self._num_added, run))
-        self._turn_s = self._pace * sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
-        if not self._turn_s:
+        self.turn_s = self._pace * sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
+        if not self.turn_s:
             self._held_s = 0.0  # Prefill of samples that were all given up.
 
     def _live_heaps(self) -> list[list[tuple[float, int, SampleRun]]]:
@@ -448,7 +440,8 @@ class VirtualWorker:
         self._report_every = report_every
         self._is_reporting = False
         self.name = machine.worker
-        self.decoding = Decoding(machine.decode)
+        self._lanes = [Decoding({role: machine.decode[role] for role in roles}) for roles in machine.lanes]
+        self._lane = {role: lane for roles, lane in zip(machine.lanes, self._lanes, strict=True) for role in roles}
         self.sample_runs: list[SampleRun] = []
         """All samples that it ever had, for the report."""
         self.is_lost = False
@@ -501,10 +494,9 @@ class VirtualWorker:
 
     def flushed(self, every_tokens: int = RunSettings().flush_tokens) -> list[m.Flushed]:
         """What it has written of its samples in flight, each after every so many tokens."""
-        around, found = self._around, dict[int, list[tuple[int, tuple[VersionSpan, ...]]]]()
-        turns = self.decoding.turns_at(around.clock.now_s) if self.machine.decode else 0.0
+        had, found = self._tokens(self._running.values()), dict[int, list[tuple[int, tuple[VersionSpan, ...]]]]()
         for run in self._running.values():
-            run.num_kept = int(run.tokens_until(turns)) // every_tokens * every_tokens
+            run.num_kept = int(had[run.id]) // every_tokens * every_tokens
             if run.num_kept:
                 found.setdefault(run.call, []).append((run.id, run.version_spans(run.num_kept)))
         return [m.Flushed(call, *self._kept(call, samples), ("", 0, 0, 0)) for call, samples in found.items()]
@@ -551,7 +543,7 @@ class VirtualWorker:
             seconds = self._handlers[type(task)](task)
             self._current = task
             around.started(self.name, task, seconds)
-            self.decoding.hold(seconds, clock.now_s)
+            self._hold(seconds)
             self._set_alarm()
             self._begun_s = clock.now_s
             self._left_to_do_s, self._since_s, self._pace = seconds, clock.now_s, around.pace(self.name, self._kind(task))
@@ -561,7 +553,8 @@ class VirtualWorker:
         """Adjust to what others do, which may have changed the pace of this worker."""
         around, now_s = self._around, self._around.clock.now_s
         if self.machine.decode:
-            self.decoding.set_pace(around.pace(self.name, "rollout"), now_s)
+            for lane in self._lanes:
+                lane.set_pace(around.pace(self.name, "rollout"), now_s)
             self._set_alarm()
         if self._current is not None and (pace := around.pace(self.name, self._kind(self._current))) != self._pace:
             self._left_to_do_s = max(self._left_to_do_s - (now_s - self._since_s) / self._pace, 0.0)
@@ -702,9 +695,9 @@ class VirtualWorker:
         self._report_later()
         around.generating(self.name, len(runs))
         away = [run for run in runs.values() if run.episode and (self._is_others(run) or not run.episode[0].num_tokens)]
-        self.decoding.add((run for run in runs.values() if run not in away), around.clock.now_s)
+        self._lane[role].add((run for run in runs.values() if run not in away), around.clock.now_s)
         for run in away:  # Their agents do something else before their first turn.
-            self.decoding.leave(run)
+            self._lane[role].leave(run)
             if self._is_others(run):
                 self._have_spoken(run)
             else:
@@ -744,14 +737,14 @@ class VirtualWorker:
             return
         self._spoken.append(spoken)
         self._around.generating(self.name, 1)
-        self.decoding.add([spoken], self._around.clock.now_s)
+        self._lane[spoken.role].add([spoken], self._around.clock.now_s)
         self._note_rest()
         self._set_alarm()
 
     def fall_silent(self, spoken: SampleRun) -> None:
         """Give up such a turn."""
         was_here = spoken in self._spoken
-        self.decoding.give_up([spoken], self._around.clock.now_s)
+        self._lane[spoken.role].give_up([spoken], self._around.clock.now_s)
         if was_here:
             self._no_longer_spoken(spoken)
         self._note_rest()
@@ -764,7 +757,8 @@ class VirtualWorker:
     def _give_up(self, runs: Iterable[SampleRun]) -> None:
         """Stop decoding samples, and the turns of others that they wait for."""
         runs = list(runs)
-        self.decoding.give_up(runs, self._around.clock.now_s)
+        for lane in self._lanes:
+            lane.give_up([run for run in runs if self._lane[run.role] is lane], self._around.clock.now_s)
         for run in runs:
             if run.listens_to is not None:
                 (speaker, spoken), run.listens_to = run.listens_to, None
@@ -795,14 +789,15 @@ class VirtualWorker:
         if self._is_others(run):
             self._have_spoken(run)
             return
-        if self.decoding.come_back(run, clock.now_s):
+        if self._lane[run.role].come_back(run, clock.now_s):
             self._finished.append(run)
             self._gather()
         self._note_rest()
         self._set_alarm()
 
     def _note_rest(self) -> None:
-        if self.decoding.rests != self._is_resting:
+        rests = any(lane.num_away for lane in self._lanes) and not any(lane.has_some for lane in self._lanes)
+        if rests != self._is_resting:
             self._is_resting, now_s = not self._is_resting, self._around.clock.now_s
             if self._is_resting:
                 self.rested.append([now_s, now_s])
@@ -812,35 +807,36 @@ class VirtualWorker:
 
     def _report_later(self) -> None:
         """Schedule a load report after so many turns."""
-        turn_s = sum(cost.seconds(1) for cost in self.machine.decode.values())
+        turn_s = max((sum(self.machine.decode[role].seconds(1) for role in roles) for roles in self.machine.lanes), default=0.0)
         if self._report_every and not self._is_reporting and self._running and turn_s:
             self._is_reporting = True
             clock = self._around.clock
-            clock.at(clock.now_s + self._report_every * max(self.decoding.turn_s, turn_s), self._report_load)
+            clock.at(clock.now_s + self._report_every * max([turn_s, *[lane.turn_s for lane in self._lanes]]), self._report_load)
 
     def _report_load(self) -> None:
         self._is_reporting = False
         if self.is_lost:
             return
-        turns = self.decoding.turns_at(self._around.clock.now_s)
+        turns = self.turns()
         for role, cost in self.machine.decode.items():
             runs = [run for run in self._running.values() if run.role == role]
             if runs:
-                said = report_of(role, runs, turns, int(cost.max_running * self._around.drawn.mean_tokens))
+                said = report_of(role, runs, turns[role], int(cost.max_running * self._around.drawn.mean_tokens))
                 self._around.say(self.name, said)
         self._report_later()
 
     def _set_alarm(self) -> None:
         """Schedule an action for when the next sample ends; any change before then replaces it."""
         self._alarm += 1
-        number, when_s = self._alarm, self.decoding.next_s()
-        if when_s is not None:
-            self._around.clock.at(when_s, lambda: self._finish(number))
+        number, ends = self._alarm, [(when_s, lane) for lane in self._lanes if (when_s := lane.next_s()) is not None]
+        if ends:
+            when_s, lane = min(ends, key=lambda end: end[0])
+            self._around.clock.at(when_s, lambda: self._finish(number, lane))
 
-    def _finish(self, alarm: int) -> None:
+    def _finish(self, alarm: int, lane: Decoding) -> None:
         if alarm != self._alarm:
             return
-        ended = self.decoding.finished(self._around.clock.now_s)
+        ended = lane.finished(self._around.clock.now_s)
         self._finished += [run for run in ended if run.is_over and run.heard is None]
         for run in ended:
             if run.heard is not None:
@@ -856,7 +852,7 @@ class VirtualWorker:
         """Report finished samples, now or with others."""
         clock = self._around.clock
         gather_s = max((self.machine.decode[run.role].gather_s for run in self._finished), default=0.0)
-        if self.decoding.is_empty or clock.now_s - self._left_s >= gather_s:
+        if not any(lane.has_some or lane.num_away for lane in self._lanes) or clock.now_s - self._left_s >= gather_s:
             self._hand_over()
         else:
             clock.at(self._left_s + gather_s, self._hand_over)
@@ -872,7 +868,7 @@ class VirtualWorker:
         if not takes_s:
             self._leave(finished)
             return
-        self.decoding.hold(takes_s, clock.now_s)
+        self._hold(takes_s)
         self._set_alarm()
         clock.at(clock.now_s + takes_s, lambda: self._leave(finished))
 
@@ -890,6 +886,20 @@ class VirtualWorker:
             self._report(task.number, task.call, ids, task.forward_to, num_tokens, version_spans=version_spans, num_generated=generated)
             if ends:
                 around.say(self.name, m.TaskDone(task.number))
+
+    def _hold(self, seconds: float) -> None:
+        """Delay decoding by other work of the process."""
+        for lane in self._lanes:
+            lane.hold(seconds, self._around.clock.now_s)
+
+    def turns(self) -> dict[str, float]:
+        """Role -> the count of its engine's turns now."""
+        return {role: lane.turns_at(self._around.clock.now_s) for role, lane in self._lane.items()}
+
+    def _tokens(self, runs: Iterable[SampleRun]) -> dict[int, float]:
+        """Identity -> the tokens that each of these samples has now."""
+        turns = self.turns()
+        return {run.id: run.tokens_until(turns[run.role]) for run in runs}
 
     def _has(self, run: SampleRun) -> bool:
         """Whether a sample has not been given up."""
@@ -931,31 +941,29 @@ class VirtualWorker:
         return run is not None and run.call == call and not run.is_over
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
-        around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
         runs = [self._running.pop(row) for row in ids]
-        found = [(run.id, run.version_spans(int(run.tokens_until(turns)))) for run in runs if run.tokens_until(turns) >= 1 or run.before]
+        had = self._tokens(runs)
+        found = [(run.id, run.version_spans(int(had[run.id]))) for run in runs if had[run.id] >= 1 or run.before]
         self._give_up(runs)
         self._note_rest()
-        around.generating(self.name, -len(runs))
+        self._around.generating(self.name, -len(runs))
         self._set_alarm()
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
 
     def stop(self, call: int) -> m.Aborted | None:
         """Stop the samples of a call; what has tokens is kept and reported, and so is what has finished by now."""
-        around, now_s = self._around, self._around.clock.now_s
         done, self._finished = [f for f in self._finished if f.call == call], [f for f in self._finished if f.call != call]
         if done:
             self._leave(done)
-        turns = self.decoding.turns_at(now_s)
-        found: list[tuple[int, tuple[VersionSpan, ...]]] = []
+        had, found = self._tokens(self._running.values()), list[tuple[int, tuple[VersionSpan, ...]]]()
         for runs in self._by_task(call):
-            kept = [run for run in runs if run.tokens_until(turns) >= 1 or run.before]
+            kept = [run for run in runs if had[run.id] >= 1 or run.before]
             for run in kept:
                 del self._running[run.id]
-                found.append((run.id, run.version_spans(int(run.tokens_until(turns)))))
+                found.append((run.id, run.version_spans(int(had[run.id]))))
             self._give_up(kept)
             self._note_rest()
-            around.generating(self.name, -len(kept))
+            self._around.generating(self.name, -len(kept))
         return m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)) if found else None
 
     def give_up(self, call: int) -> None:

@@ -193,7 +193,8 @@ class _Sequence:
 class FakeRollout(RolloutEngine):
     """A rollout engine that admits and finishes requests as a real one does.
 
-    Temperature 0 ignores the seed; other temperatures change nothing, nor do biases, penalties and truncations.
+    Temperature 0 ignores the seed; other temperatures change nothing, nor do biases, penalties and truncations. Option `step_ms`: a decode
+    step sleeps so many milliseconds, as one that takes so long on a device.
     """
 
     name = "fake"
@@ -207,6 +208,7 @@ class FakeRollout(RolloutEngine):
         self._digest = 0
         self._version = 0
         self._is_away = False
+        self._step_s = float(str(settings.options.get("step_ms", 0))) / 1000
         self._queue: list[_Sequence] = []
         self._running: list[_Sequence] = []
 
@@ -256,6 +258,8 @@ class FakeRollout(RolloutEngine):
         num_free = self._settings.max_running - len(self._running)
         self._running += self._queue[:num_free]
         del self._queue[:num_free]
+        if self._running and self._step_s:
+            time.sleep(self._step_s)
         for sequence in self._running:
             if sequence.finish is None:
                 self._extend(sequence)

@@ -15,7 +15,7 @@ from played_episodes import row_of, same, stopped_row
 from resumed_runs import fake_cluster
 from speaker_flows import SPEC, VERSIONS, begun, contest, hosts
 
-from m2flow import Chat, Dataset, Policy, Sample, agent, flow, steps
+from m2flow import Chat, Dataset, Policy, Sample, agent, flow, log, steps
 from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
 from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
 from m2flow.channels.channel import Parcel
@@ -28,16 +28,18 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.events import CallAdded, WorkerLost
 from m2flow.micro.protocol.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.protocol.worker_state import TaskState
+from m2flow.micro.records.ledger import read_roles
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.worker_failure import Recovery
 from m2flow.observe.store import read_spans
+from m2flow.planner.measuring import Observed
 from m2flow.planner.planning import question_of
 from m2flow.recipe import AdamW, Model, Sampling
 from m2flow.runner.probing import measured_run
 from m2flow.runner.run import Run
 from m2flow.samples import Batch
-from m2flow.spec import ClusterSpec, PinSpec, PoolSpec, RunSettings
+from m2flow.spec import ClusterSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings
 from m2flow.testing import world
 from m2flow.testing.fakes import FAKE_CONTEXT, FakeLanguage, FakeRollout
 from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_policies, make_tight_cluster, scheduled
@@ -520,3 +522,31 @@ def test_the_span_of_a_turn_says_whose_engine_played_it_and_where_and_a_profile_
     episodes = measured_run(run.run_dir, scored, {"num_steps": 1}).episodes.episodes
     assert len(episodes) == 16
     assert all([turn.role for turn in one] == ["", "", "judge"] for one in episodes), "before the first turn nobody speaks"
+
+
+@agent
+async def alone(chat: Chat, row: Sample) -> float:
+    return float(len((await chat.say(row.prompt, max_tokens=9)).text))
+
+
+@flow
+def both() -> None:
+    """A judge judges, and plays episodes of its own."""
+    policy, judge = Policy("fake"), Policy("fake", name="judge")
+    rows = Dataset.generate(lambda rng: {"prompt": f"{rng.randrange(1000)}?"}, 1000, seed=1, name="rows")
+    for _ in steps(1):
+        theirs = policy.rollout(judged, rows.take(4), n=2, max_tokens=40, speakers={"judge": judge})
+        own = judge.rollout(alone, rows.take(4), n=2, max_tokens=40)
+        log(theirs=theirs.reward.mean(), own=own.reward.mean())
+
+
+def test_a_profile_counts_what_a_role_says_in_its_own_episodes_and_in_others(tmp_path):
+    spec = fake_cluster().model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=40)})
+    run = Run(both, {}, spec, RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    roles = read_roles(run.run_dir)
+    turns = [span.attributes for span in read_spans(run.run_dir) if span.name == "turn"]
+    said = [int(str(one["num_tokens"])) for one in turns if one.get("role", roles[int(str(one["call"]))]) == "judge"]
+    assert len(said) == 16, "eight in its own episodes, eight in others'"
+    (found,) = [steps for (role, _), steps in Observed.of_run(run.run_dir).decode.items() if role == "judge"]
+    assert int(found.decoding.sum() + found.entered.sum()) == sum(said), "each token of each step"

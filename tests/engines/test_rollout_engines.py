@@ -12,7 +12,9 @@ from tiny_models import save_config
 
 from m2flow.engines.contract import EngineSettings, Request, RolloutEngine
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.recipe import Model
+from m2flow.recipe import Model, Sampling
+from m2flow.samples import SampleId
+from m2flow.testing import fakes
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.rollout_suite import ROLLOUT_CHECKS, Factory, check_stop_tokens_end_a_sample_but_not_before_its_minimum
 
@@ -25,6 +27,19 @@ def fake(settings: EngineSettings) -> RolloutEngine:
 @pytest.mark.parametrize("factory", [embedded, fake])
 def test_the_engine_keeps_the_contract(factory: Factory, check: Callable[[Factory], None]) -> None:
     check(factory)
+
+
+def test_a_decode_step_of_the_fake_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(fakes.time, "sleep", slept.append)
+    engine = fake(EngineSettings(options={"step_ms": 20}))
+    engine.start()
+    engine.step()
+    assert not slept, "there is nothing to decode"
+    engine.add([Request(SampleId(0, 0, 0).pack(), "a", 1, Sampling(3, ignore_eos=True))])
+    while engine.num_unfinished:
+        engine.step()
+    assert slept == [0.02] * 3
 
 
 class Unkeyed(EmbeddedRollout):  # type: ignore[misc]

@@ -15,6 +15,8 @@ from simulated import T0, T1, Given, Ran, cluster, decodes, evaluated, leased, p
 
 from m2flow import Chat, Dataset, Policy, Reward, Sample, agent, flow, log, steps
 from m2flow.errors import InternalError
+from m2flow.macro.tracing import trace
+from m2flow.micro.lowering.passes import lower
 from m2flow.micro.protocol.cost_terms import (
     Costs,
     DecodeCost,
@@ -29,11 +31,17 @@ from m2flow.micro.protocol.cost_terms import (
     TrainCost,
 )
 from m2flow.micro.protocol.plan import Plan
+from m2flow.planner.planning import UNKNOWN_TURNS, question_of, with_waits
+from m2flow.planner.search import find_plan
+from m2flow.planner.workload import workload_of
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
 from m2flow.simulator.ablation import AblatedCosts, NoRewards, NoSwitches
+from m2flow.simulator.machines import machines_of
+from m2flow.simulator.simulation import follow_program
+from m2flow.simulator.simulation_report import simulate
 from m2flow.simulator.virtual_worker import Decoding, SampleRun
-from m2flow.spec import PinSpec
+from m2flow.spec import ClusterSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 
 some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -372,8 +380,9 @@ class OfTwo(PlainCosts):
         return EpisodeCosts((ALTERNATELY,))
 
 
-def contested_in(costs: Costs, batch: int = 1, *, is_apart: bool) -> Ran:
+def contested_in(costs: Costs, batch: int = 1, *, is_apart: bool, engine: str = "fake") -> Ran:
     spec = cluster().model_copy(update={"pin": {"judge.rollout": PinSpec(num_devices=1)}} if is_apart else {})
+    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine": engine})})
     return ran(contested, costs, Given([[8]], prompt=2), spec, options={"batch": batch})
 
 
@@ -385,6 +394,72 @@ def test_an_episode_waits_for_the_answers_of_one_who_speaks_from_another_engine(
     (run,) = [run for runs in contested_in(OfTwo(), is_apart=True).history.sample_runs.values() for run in runs]
     assert run.spoken == [3, 1]
     assert run.tokens_until(run.ended) == 4, "what a judge said is none of the policy's decoding"
+
+
+def test_servers_of_one_worker_decode_at_the_same_time_and_engines_in_its_process_one_after_the_other():
+    costs, batch = OfTwo(most=2), 6
+    served, apart, in_process = (
+        contested_in(costs, batch, is_apart=is_apart, engine=engine)
+        for is_apart, engine in ((False, "vllm"), (True, "vllm"), (False, "fake"))
+    )
+    (host,) = [machine for machine in served.machines.values() if machine.decode]
+    assert set(host.lanes) == {("policy",), ("judge",)}
+    assert served.makespans == apart.makespans
+    work_s = batch * (4 * 1.0 + 4 * 2.0) / 2  # Two at once of each.
+    assert served.makespans[0] < work_s <= in_process.makespans[0]
+
+
+def test_two_processes_have_a_gpu_in_turn_and_a_host_at_the_same_time():
+    graph, models, _ = trace(contested, {"batch": 2})
+    spec = cluster().model_copy(update={"rollout": RolloutSpec(engine="vllm")})
+    plan = lower(graph, models, spec)
+    assert [machine.lanes for machine in machines_of(plan, spec, OfTwo()).values() if machine.decode] == [(("policy",), ("judge",))]
+    workers = tuple(msgspec.structs.replace(worker, device="cuda:0") for worker in plan.workers)
+    on_gpu = machines_of(msgspec.structs.replace(plan, workers=workers), spec, OfTwo())
+    assert [machine.lanes for machine in on_gpu.values() if machine.decode] == [(("policy", "judge"),)]
+
+
+def own_and_judges(*lengths: int) -> tuple[EpisodeTurn, ...]:
+    """An episode in which both speak in turns, a judge twice as long as the policy."""
+    return tuple(turn for n in lengths for turn in (EpisodeTurn(n), EpisodeTurn(2 * n, role="judge")))
+
+
+@dataclass
+class OfOne(OfTwo):
+    """Both take turns in all episodes alike."""
+
+    def episodes(self) -> EpisodeCosts:
+        return EpisodeCosts((own_and_judges(5, 3, 4),))
+
+
+BESIDE = ClusterSpec(
+    pools={"gpus": PoolSpec(device="h100", devices_per_node=2)},
+    rollout=RolloutSpec(engine="fake"),
+    train=TrainSpec(engine="fake"),
+    pin={"judge.rollout": PinSpec(num_devices=1)},
+)
+
+
+@pytest.mark.parametrize("batch", [1, 6, 16])
+def test_a_search_counts_what_episodes_wait_for_those_who_speak_elsewhere_as_a_simulation_does(batch):
+    costs, lengths = OfOne(hopping_s=0.5), Given([[36]], prompt=2)
+    graph, models, _ = trace(contested, {"batch": batch})
+    without = workload_of(graph, BESIDE)
+    workload, unknown = with_waits(without, costs, BESIDE)
+    assert not unknown
+    choice = find_plan(workload, lengths, costs, BESIDE, is_alone=True)
+    program = follow_program(contested, {"batch": batch}, steps=1)
+    simulated = simulate(program, lower(program.graph, models, BESIDE, choice=choice), BESIDE, costs, lengths)
+    found_s = simulated.history.periods[1].makespan_s
+    assert choice.predicted_step_s == pytest.approx(found_s, rel=0.1)
+    assert find_plan(without, lengths, costs, BESIDE, is_alone=True).predicted_step_s != pytest.approx(found_s, rel=0.1)
+
+
+def test_a_plan_says_once_that_the_turns_of_those_who_speak_elsewhere_are_not_known():
+    spec = BESIDE.model_copy(update={"shapes": {"policy": "Qwen2.5-1.5B", "judge": "Qwen2.5-1.5B"}})
+    graph, models, _ = trace(contested, {"batch": 2})
+    said = [doubt for doubt in question_of(graph, models, spec).doubts if "judge" in doubt]
+    assert said == [UNKNOWN_TURNS.format("judge")]
 
 
 def test_turns_that_are_asked_for_elsewhere_take_the_way_there_and_back():

@@ -43,6 +43,12 @@ def can_shrink_kv_cache(engine: str) -> bool:
     return can is not None and can.shrinks_kv_cache
 
 
+def is_self_paced(engine: str) -> bool:
+    """Whether a rollout engine decodes in processes of its own, and not while the worker steps it."""
+    can = rollout_capabilities(engine)
+    return can is not None and can.self_paced
+
+
 def readable_offloaded(engine: str) -> bool:
     """Whether a trainer's weights can be read while it is offloaded."""
     can = capabilities_of(engine, "train", {})

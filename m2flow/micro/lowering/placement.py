@@ -246,7 +246,7 @@ def notes_on_speakers(graph: MacroGraph, spec: ClusterSpec) -> tuple[str, ...]:
     for call, other in _spoken(graph):
         speaks = f"{other} speaks in the episodes of {call.name} at {call.site}"
         if is_apart(call.role, other, spec):
-            notes.append(f"{speaks}: its turns are counted as a generation beside them, as long as they may be")
+            notes.append(f"{speaks}: its turns are counted as a generation beside them")
         else:
             notes.append(
                 f"{speaks}: its rollout engine shares the processes of {call.role}'s, and the search counts neither its memory nor its time"

@@ -484,6 +484,16 @@ def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
         return {packed: (step, num_prompt, num_generated) for packed, step, num_prompt, num_generated in rows}
 
 
+def read_roles(run_dir: Path) -> dict[int, str]:
+    """The role of each call, by the call's ordinal.
+
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    with reading_ledger(run_dir, "calls") as db:
+        return {ordinal: name.partition(".")[0] for ordinal, name in db.execute("SELECT ordinal, name FROM calls")}
+
+
 def read_refills(run_dir: Path, before: float) -> tuple[int, int]:
     """How many groups the refills of a run's first steps judged, up to the last that each needed, and how many of these they kept.
 
