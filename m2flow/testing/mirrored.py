@@ -31,6 +31,7 @@ import cloudpickle
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 
 from m2flow.channels.weights import Manifest, PieceWriter, Spread, Written
 from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine, WeightForm
@@ -233,6 +234,10 @@ class Mirrored(TrainEngine):
                 self._own.stop()
             raise
         shutil.rmtree(self._place, ignore_errors=True)
+        if not dist.is_initialized():
+            # The last trainer's stop has collected. What was loaded meanwhile (the first checkpoint loads 2,000 modules where DeepSpeed is
+            # installed) stays, and the next stop would look at all of it.
+            gc.freeze()
 
     def onload(self) -> None:
         self._on_all_ranks("onload")
