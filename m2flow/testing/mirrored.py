@@ -31,7 +31,6 @@ import cloudpickle
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 
 from m2flow.channels.weights import Manifest, PieceWriter, Spread, Written
 from m2flow.engines.contract import EngineSettings, HeldCheckpoint, Memory, Objective, Sums, Tensor, TrainEngine, WeightForm
@@ -227,6 +226,8 @@ class Mirrored(TrainEngine):
         self._on_all_ranks("start")
 
     def stop(self) -> None:
+        import torch.distributed as dist
+
         try:
             self._on_all_ranks("stop")
         except InternalError:
