@@ -89,9 +89,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def small(name: str, folder: Path) -> Model:
-    """A model with random weights, and a tokenizer of one token a character. Biases of routers, which start as zeros, are drawn too."""
-    drawn = write_model(folder, CONFIGS[name]())
+def small(name: str, folder: Path, num_layers: int | None = None) -> Model:
+    """A model with random weights, and a tokenizer of one token a character. Biases of routers, which start as zeros, are drawn too.
+
+    Args:
+        num_layers: the first so many alone.
+    """
+    config = CONFIGS[name]()
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:num_layers]
+    drawn = write_model(folder, config)
     if not name.startswith("deepseek_v3"):
         return drawn
     model = load_model(drawn, device="cpu", attention="eager")

@@ -80,6 +80,27 @@ _HERE = "m2flow/trainer/here/{}"
 """The key by which a rank tells in the store that it has come."""
 
 
+class _Gloo(type(dist.ProcessGroupGloo)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, dist.ProcessGroupGloo)
+
+
+class SharedGloo(dist.ProcessGroupGloo, metaclass=_Gloo):  # type: ignore[misc]
+    """Gloo whose groups in this process have one device. By default each has its own, with a thread that wakes a hundred times a second:
+    a layout has up to twenty groups, and eight idle ranks would keep a core busy."""
+
+    devices: ClassVar[list[Any]] = []
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        if not self.devices:
+            names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+            made = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+            self.devices.extend(made or [dist.ProcessGroupGloo.create_default_device()])
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout, options._threads = self.devices, timeout, 2 * len(self.devices)
+        super().__init__(store, rank, size, options)
+
+
 class Ranks:
     """This process among the ranks of its trainer. `open`, `close` and everything else is collective."""
 
@@ -129,6 +150,7 @@ class Ranks:
         self._hooks.append(sys.excepthook)
         if not self._rendezvous.startswith("tcp:"):  # All are on this host.
             keep_gloo_here(os.environ)
+        dist.distributed_c10d.ProcessGroupGloo = SharedGloo
         where: dict[str, Any] = {"init_method": self._rendezvous}
         store: Any = None
         if self.count == 1 and not self._rendezvous:
@@ -169,6 +191,7 @@ class Ranks:
             (self._leaving or [dist.destroy_process_group])[0]()
             self._leaving.clear()
             sys.excepthook = self._hooks.pop()
+            SharedGloo.devices.clear()  # One ends with the last of its groups.
             gc.collect()  # Modules that were spread over ranks refer to each other, and to groups.
 
     def end_of(self, start: Callable[[], None]) -> None:

@@ -85,7 +85,9 @@ def alone(joined: Beside) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return small("qwen3_moe" if "ep" in layout else "qwen2", tmp_path_factory.mktemp("model"))
+    """Two layers, or one for each part of the model: the suite compares a trainer with itself, and `layouts.py` has the numbers of four."""
+    num_layers = max(2, layout.get("pp", 1) * layout.get("vpp", 1))
+    return small("qwen3_moe" if "ep" in layout else "qwen2", tmp_path_factory.mktemp("model"), num_layers)
 
 
 def spread(model: Model, layout: Layout, followers: Followers) -> TrainEngine:
