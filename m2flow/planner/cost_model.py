@@ -72,6 +72,7 @@ from m2flow.micro.protocol.cost_terms import (
 )
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
 from m2flow.planner.pools import (
+    CHUNK_START,
     GIB,
     Activations,
     Attained,
@@ -336,7 +337,7 @@ def train_cost(
     )
     sent_s = microbatch_tokens / layout.sp * shape.hidden * shape.bytes_each / pool.between_bytes_s(devices)
     first_s = device.hidden * gather_s / math.ceil(shape.num_layers / layout.pp) if layout.zero >= 3 else 0.0
-    work = StageWork(sent_s=sent_s, chunk_s=pool.latency_s(devices) + first_s)
+    work = StageWork(sent_s=sent_s, chunk_s=pool.latency_s(devices) + CHUNK_START * device.microbatch_s + first_s)
     if not is_trained:
         return TrainCost(forward, forward, 0.0), work
     passes = 4 if recomputes else 3

@@ -660,6 +660,8 @@ def adds_adapters(engine: str) -> bool:
 
 _MOST_DOUBLED = 7
 """How often the parts of a micro-batch that are tried are doubled, from as many as stages on."""
+CHUNK_START = 0.05
+"""Share of a micro-batch's fixed time for which a part waits for the host in each further chunk, forth and back alike: an estimate."""
 _WORTH_ORDER = 0.01
 """Share of a micro-batch's time that another order of stages must save."""
 _LITTLE_ROOM = 0.05
@@ -748,7 +750,7 @@ class StageWork:
     sent_s: float = 0.0
     """Hidden states sent on by a chunk; those of one chunk are hidden, or a part of what stages attain."""
     chunk_s: float = 0.0
-    """More of a part in each further chunk: the latency, and the weights of its first layer, which are gathered while nothing computes."""
+    """More of a part in each further chunk: its start, and the weights of its first layer, which are gathered while nothing computes."""
 
 
 def passes_excess_s(pp: int, passes: Passes, work: StageWork) -> float:
