@@ -97,7 +97,10 @@ def offered_orders(engine: str, model: Model, options: Mapping[str, Any]) -> lis
     costs = ModelledCosts(spec, STEP, shapes_of({"policy": model}, spec), {"": extent})
     layouts = [layout for count in (1, 2, 6, 8, 16) for layout in costs.layouts(TRAIN, "main", count)]
     groups = {pp: costs._orders(TRAIN, pp, False) for pp in {layout.pp for layout in layouts}}
-    return [(one, [order for group in groups[one.pp] for order, _ in (group[0], group[-1])] if one.pp > 1 else [StageOrder()]) for one in layouts]
+    return [
+        (one, [order for group in groups[one.pp] for order, _ in (group[0], group[-1])] if one.pp > 1 else [StageOrder()])
+        for one in layouts
+    ]
 
 
 def cluster(engine: str, options: Mapping[str, Any]) -> ClusterSpec:
