@@ -335,11 +335,13 @@ def train_cost(
         token2_s=flops2 / (forward_rate * peak),
         run_tokens=run_tokens * layout.dp,
     )
-    sent_s = microbatch_tokens / layout.sp * shape.hidden * shape.bytes_each / pool.between_bytes_s(devices)
-    first_s = device.hidden * gather_s / math.ceil(shape.num_layers / layout.pp) if layout.zero >= 3 else 0.0
-    work = StageWork(sent_s=sent_s, chunk_s=pool.latency_s(devices) + CHUNK_START * device.microbatch_s + first_s)
+    sent_s = chunk_s = 0.0
+    if layout.pp > 1:
+        sent_s = microbatch_tokens / layout.sp * shape.hidden * shape.bytes_each / pool.between_bytes_s(devices)
+        first_s = device.hidden * gather_s / math.ceil(shape.num_layers / layout.pp) if layout.zero >= 3 else 0.0
+        chunk_s = pool.latency_s(devices) + CHUNK_START * device.microbatch_s + first_s
     if not is_trained:
-        return TrainCost(forward, forward, 0.0), work
+        return TrainCost(forward, forward, 0.0), StageWork(sent_s=sent_s, chunk_s=chunk_s)
     passes = 4 if recomputes else 3
     # Frozen weights have no gradient, so one pass less. The adapters take part in all passes.
     adapters = 2 * shape.active_adapter_parameters
@@ -351,7 +353,7 @@ def train_cost(
     update = PassCost(pass_s / layout.dp, token_s, token2_s=passes * flops2 / (update_rate * peak))
     # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
     reduced_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
-    work = StageWork(microbatch_tokens * token_s * layout.dp, read_s, pass_s, sums_s, work.sent_s, work.chunk_s)
+    work = StageWork(microbatch_tokens * token_s * layout.dp, read_s, pass_s, sums_s, sent_s, chunk_s)
     return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout)), work
 
 
@@ -512,7 +514,7 @@ DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
 
 _MUCH_CACHE = 0.25
 """Share of a device's memory above which a KV cache is tried at half its size, too."""
-_OF_STAGES = StageOrder.__struct_fields__
+_OF_STAGES, _WHOLE = StageOrder.__struct_fields__, Passes()
 _MUCH_ACTIVATIONS = 0.5
 """Share of a device's memory above which a trainer's activations are tried recomputed, too."""
 
@@ -716,7 +718,7 @@ class ModelledCosts(Costs):
     def _order(self, engine: EngineId, pool: str, layout: Layout) -> tuple[StageOrder, Passes]:
         """The order of stages that is fastest, of those whose activations fit; what the spec says of it stays."""
         if layout.pp == 1:
-            return StageOrder(), Passes()
+            return StageOrder(), _WHOLE
         groups = self._orders(engine, layout.pp, self._recomputes or layout.recompute)
         if len(groups) == len(groups[0]) == 1:
             return groups[0][0]
@@ -750,7 +752,8 @@ class ModelledCosts(Costs):
 
     @_memoised
     def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
-        return through_stages(*self._alone(engine, pool, layout), layout, self._order(engine, pool, layout)[1])
+        alone = self._alone(engine, pool, layout)
+        return alone[0] if layout.pp == 1 else through_stages(*alone, layout, self._order(engine, pool, layout)[1])
 
     @_memoised
     def _alone(self, engine: EngineId, pool: str, layout: Layout) -> tuple[TrainCost, StageWork]:
@@ -776,7 +779,7 @@ class ModelledCosts(Costs):
         if engine.kind == "rollout":
             return self._rollout_footprint(engine, pool, layout)
         first = self._first_like(engine)
-        return self._footprint_in(first, layout, self._order(first, pool, layout)[1])
+        return self._footprint_in(first, layout, self._order(first, pool, layout)[1] if layout.pp > 1 else _WHOLE)
 
     @_memoised
     def _rollout_footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:

@@ -683,17 +683,17 @@ class Passes:
     put_off: float = 0.0
     """Parts whose gradients of weights are put off at once, at most."""
 
-    @property
+    @functools.cached_property
     def part(self) -> float:
         """The share of a micro-batch that its largest part is."""
         return max(1 / self.count, self.longest)
 
-    @property
+    @functools.cached_property
     def share(self) -> float:
         """The share of a micro-batch whose activations a stage keeps."""
         return max(min(self.held, self.count) / self.count, self.longest)
 
-    @property
+    @functools.cached_property
     def put_off_share(self) -> float:
         """The share of a micro-batch of which a stage keeps what gradients of weights are computed from."""
         return max(min(self.put_off, self.count) / self.count, self.longest) if self.put_off else 0.0
@@ -718,8 +718,7 @@ def passes_of(pp: int, order: StageOrder, *, recomputes: bool, longest: float = 
     return Passes(order.micro_batches, float(held), bubble_share(order, recomputes=recomputes, weights=weights), longest, chunks, put_off)
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(msgspec.Struct, frozen=True):
     """Bytes of a whole micro-batch's activations on a device of a trainer."""
 
     kept: float
@@ -735,8 +734,7 @@ class Activations:
         return max(self.kept * passes.share, self.put_off * passes.put_off_share) + self.at_work * passes.part + self.gathered
 
 
-@dataclass(frozen=True)
-class StageWork:
+class StageWork(msgspec.Struct, frozen=True):
     """Seconds of a replica's stage for a whole micro-batch, forward and backward, and those that passes and chunks add."""
 
     work_s: float = 0.0
@@ -844,7 +842,7 @@ def fastest_order(
     """The fastest of some orders, those of each group differing in the number of parts alone; a simpler one unless another saves enough.
 
     The number of parts takes least of those that fit; in the simplest order the largest number if none does, and no other order then. The
-    others may take little more memory than that one.
+    others may take little more memory than that one; with less to wait for they need no more parts, so those many and half are tried.
 
     Args:
         seconds: of a micro-batch. num_bytes: of a device, of `room`.
@@ -855,9 +853,11 @@ def fastest_order(
         return is_short, -pair[0].micro_batches if is_short else seconds(pair[1])
 
     best = min(groups[0], key=cost)
-    best_s, most = seconds(best[1]), min(room, num_bytes(best[1]) + _LITTLE_ROOM * room)
-    for group in groups[1:] if num_bytes(best[1]) <= room else ():
-        some = [(seconds(pair[1]), pair) for pair in group if num_bytes(pair[1]) <= most]
+    if len(groups) == 1 or (needed := num_bytes(best[1])) > room:
+        return best
+    at, best_s, most = groups[0].index(best), seconds(best[1]), min(room, needed + _LITTLE_ROOM * room)
+    for group in groups[1:]:
+        some = [(seconds(pair[1]), pair) for pair in group[max(0, at - 1) : at + 1] if num_bytes(pair[1]) <= most]
         least_s, pair = min(some, key=lambda found: found[0], default=(best_s, best))
         if least_s < best_s * (1 - _WORTH_ORDER):
             best_s, best = least_s, pair
