@@ -32,7 +32,7 @@ from m2flow.micro.protocol.cost_terms import EngineId, Layout, PassCost
 from m2flow.planner.cost_model import ModelledCosts, decode_cost, most_running, sync_s, train_cost
 from m2flow.planner.dynamic_program import SPLIT, TURNS
 from m2flow.planner.model_shapes import shape_named
-from m2flow.planner.pools import Pool, pools_of
+from m2flow.planner.pools import Pool, pools_of, through_stages
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import best_plan
 from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Extent, Workload, extents_of
@@ -112,7 +112,8 @@ def step_of(row: dict[str, Any], costs: Path | None) -> dict[str, float]:
     running = most_running(shape, rollout, extent, pool.memory_bytes, limit)
     ways = instances_of(decode_cost(shape, pool, rollout, extent, running), rollout)
     tokens, squares = call.num_samples * batch.mean_tokens, call.num_samples * batch.mean_square
-    cost = train_cost(shape, pool, layout, microbatch_tokens=row["budget"], is_trained=True, recomputes=row.get("recomputes", False))
+    alone = train_cost(shape, pool, layout, microbatch_tokens=row["budget"], is_trained=True, recomputes=row.get("recomputes", False))
+    cost = through_stages(*alone, layout, None)
     update = pass_s(cost.update, layout, tokens, squares, row["budget"]) + row["updates"] * cost.optimizer_s
     found = {
         "generate": float(batch.rollout_s(ways)[0]),
@@ -187,7 +188,8 @@ def training_of(row: dict[str, Any], costs: Path | None) -> float:
     """Predicted seconds over measured ones of training alone."""
     shape, layout = shape_named(row["model"]), Layout(**row["layout"])
     pool = pool_of(row, layout.num_devices, costs)
-    cost = train_cost(shape, pool, layout, microbatch_tokens=row["budget"], is_trained=True, recomputes=row.get("recomputes", False))
+    alone = train_cost(shape, pool, layout, microbatch_tokens=row["budget"], is_trained=True, recomputes=row.get("recomputes", False))
+    cost = through_stages(*alone, layout, None)
     num = layout.dp * 64
     tokens = num * row["tokens"]
     seconds = pass_s(cost.update, layout, tokens, tokens * row["tokens"], row["budget"]) + 4 * cost.optimizer_s

@@ -272,6 +272,10 @@ class LayoutSpec(_Strict):
     """Stage of ZeRO: what data-parallel trainers share out (1 the optimiser, 2 gradients too, 3 weights too)."""
     micro_batches: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
     """With stages, parts in which a micro-batch passes through them."""
+    vpp: int | None = Field(default=None, ge=1, le=_MOST_DEVICES)
+    """With stages, chunks of layers that each has, in turns (interleaved 1F1B)."""
+    schedule: Literal["1f1b", "zero-bubble"] | None = None
+    """With stages, the order in which they compute; `zero-bubble` puts gradients of weights off to where a stage would wait."""
 
 
 class PinSpec(_Strict):

@@ -339,7 +339,7 @@ def _trained(folder: str, engine: str, device: str, name: str) -> Row:
     forward = timed(device, lambda: trainer.logprobs(batch))
     step = timed(device, lambda: (trainer.accumulate(batch, PPO), trainer.apply(AdamW(1e-6), 1.0)), rounds=2) - seconds
     trainer.stop()
-    cost = train_cost(planned, pool, Layout(), microbatch_tokens=tokens, is_trained=True, recomputes=False)
+    cost, _ = train_cost(planned, pool, Layout(), microbatch_tokens=tokens, is_trained=True, recomputes=False)
     footprint = train_footprint(planned, Layout(), tokens, is_trained=True, recomputes=False)
     predicted = cost.update.seconds([int(length) for length in batch.ragged("tokens").lengths])
     peak = pool.device.flops(planned.bytes_each)

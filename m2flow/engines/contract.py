@@ -331,7 +331,7 @@ class ParallelLayouts:
     """When a plan has a trainer keep only the input of each layer, and compute the rest again: where memory demands it, or always."""
     recompute_option: tuple[str, bool | str] = ("recompute", True)
     """The option that tells it to, and its value. Where a spec has the option, plans go by that."""
-    options: tuple[tuple[Literal["tp", "pp", "sp", "ep", "zero", "offload", "micro_batches"], str], ...] = ()
+    options: tuple[tuple[Literal["tp", "pp", "sp", "ep", "zero", "offload", "micro_batches", "vpp", "schedule"], str], ...] = ()
     """What a trainer's degrees are called among its options. Where a spec has such an option, plans go by that; else a run by the plan."""
     of_stages: tuple[str, ...] = ()
     """Options that a run whose plan has one stage leaves out."""

@@ -16,7 +16,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import cast, get_args
+from typing import Final, cast, get_args
 
 from m2flow.engines.contract import (
     Capabilities,
@@ -89,7 +89,8 @@ def version_of(distribution: str) -> str:
         return ""
 
 
-ONE_F_ONE_B, ZERO_BUBBLE = "1f1b", "zero-bubble"
+ONE_F_ONE_B: Final = "1f1b"
+ZERO_BUBBLE: Final = "zero-bubble"
 """Orders in which the stages of a trainer compute: values of its option `schedule`."""
 STACKED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Values of `model_type` whose experts `fsdp` can split over ranks."""
@@ -224,7 +225,10 @@ _BUILT_IN = (
                 keeps_experts_whole=True,
                 gathers_keys=True,
                 recomputes="where needed",
-                options=(("tp", "tp"), ("pp", "pp"), ("sp", "cp"), ("ep", "ep"), ("micro_batches", "micro_batches")),
+                options=(
+                    *(("tp", "tp"), ("pp", "pp"), ("sp", "cp"), ("ep", "ep")),
+                    *(("micro_batches", "micro_batches"), ("vpp", "vpp"), ("schedule", "schedule")),
+                ),
                 of_stages=("vpp", "schedule", "micro_batches"),
             ),
         ),
@@ -311,6 +315,7 @@ _BUILT_IN = (
                     ("zero", "zero"),
                     ("offload", "offload_optimizer"),
                     ("micro_batches", "micro_batches"),
+                    ("vpp", "vpp"),
                 ),
                 of_stages=("vpp", "micro_batches"),
             ),
@@ -460,12 +465,12 @@ def held_by_ranks(
     return held if any(one != held[0] for one in held) else []
 
 
-def train_options(name: str, options: Mapping[str, object], planned: Mapping[str, int | bool]) -> dict[str, object]:
+def train_options(name: str, options: Mapping[str, object], planned: Mapping[str, int | bool | str]) -> dict[str, object]:
     """The options of a train engine, with what a plan says of its layout. What they say themselves stays.
 
     Args:
         planned: degrees beyond one device (`tp`, `pp`, `sp`, `ep`, `zero`, `offload`), `recompute`,
-            `micro_batches`, and `is_searched`: a search chose them.
+            `micro_batches`, `vpp`, `schedule`, and `is_searched`: a search chose them.
     Raises:
         EngineError: the plan has a degree that this engine has not.
 
@@ -482,9 +487,10 @@ def train_options(name: str, options: Mapping[str, object], planned: Mapping[str
         name for name in planned if name not in ("recompute", "is_searched", *dict(layouts.options)) and not (name == "zero" and is_fixed)
     ]
     if lacking:
+        plain = ONE_F_ONE_B if lacking[0] == "schedule" else 1
         raise EngineError(
             f"the plan lays the train engine {name!r} out with {lacking[0]} {planned[lacking[0]]}, which it does not have",
-            now=f"Pin another layout (`pin: {{train: {{layout: {{{lacking[0]}: 1}}}}}}`), or take an engine that has it: "
+            now=f"Pin another layout (`pin: {{train: {{layout: {{{lacking[0]}: {plain}}}}}}}`), or take an engine that has it: "
             "`m2flow engines` lists them.",
         )
     return {**told, **({option: value} if planned.get("recompute") else {}), **options}

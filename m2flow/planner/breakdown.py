@@ -490,13 +490,13 @@ def _share(problem: Problem, rollout: Placement, trainer: Placement) -> float:
 
 
 def settled(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Set on placements when trainers are onloaded, and in how many parts micro-batches pass through stages."""
+    """Set on placements when trainers are onloaded, and how micro-batches pass through stages."""
     placements = with_early_onload(problem, placements)
-    counts = (problem.costs.micro_batches(one.engine, one.pool, one.layout) for one in placements)
-    return tuple(msgspec.structs.replace(one, micro_batches=count) for one, count in zip(placements, counts, strict=True))
+    orders = (problem.costs.stage_order(one.engine, one.pool, one.layout) for one in placements)
+    return tuple(msgspec.structs.replace(one, **msgspec.structs.asdict(order)) for one, order in zip(placements, orders, strict=True))
 
 
 def held_by(problem: Problem, placements: Sequence[Placement]) -> tuple[HeldPart, ...]:
     """What the ranks of each trainer hold."""
-    layouts = {placement.engine: placement.layout for placement in placements}
-    return tuple(part for engine, layout in layouts.items() for part in problem.costs.held_parts(engine, layout))
+    places = {placement.engine: (placement.pool, placement.layout) for placement in placements}
+    return tuple(part for engine, place in places.items() for part in problem.costs.held_parts(engine, *place))

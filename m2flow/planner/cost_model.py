@@ -66,24 +66,31 @@ from m2flow.micro.protocol.cost_terms import (
     HeldPart,
     Layout,
     PassCost,
+    StageOrder,
     Switch,
     TrainCost,
 )
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
 from m2flow.planner.pools import (
+    CHUNK_START,
     GIB,
+    Activations,
     Attained,
     Estimate,
     Passes,
     Pool,
+    StageWork,
     adds_adapters,
+    fastest_order,
     is_accepted,
     legal_layouts,
     offered,
+    orders_of,
     passes_excess_s,
     passes_of,
     pools_of,
     thread_layouts,
+    through_stages,
 )
 from m2flow.planner.workload import Extent, Workload
 from m2flow.recipe import Model, hub_directory, is_count, is_of_hub
@@ -123,7 +130,7 @@ def rollout_weights(shape: ModelShape, layout: Layout) -> float:
 
 def rollout_activations(shape: ModelShape, layout: Layout, max_running: int) -> float:
     """Bytes of activations on a device: one layer of a prefill, and the float32 logits of all running samples."""
-    layer = _PREFILL_TOKENS * (4 * shape.hidden + _kept_width(shape) / layout.tp) * shape.bytes_each
+    layer = _PREFILL_TOKENS * (4 * shape.hidden + shape.kept_width / layout.tp) * shape.bytes_each
     return layer + max_running * shape.vocab * 4 / layout.tp
 
 
@@ -175,10 +182,8 @@ def train_footprint(
         weights += each * (count + more) / (group if layout.zero >= 3 else 1)
         gradients += each * trained / (group if layout.zero >= 2 else 1)
         optimizer += (_MASTER_BYTES if each < 4 else 8) * trained / (group if layout.zero >= 1 else 1)
-    gathered = (layout.sp - 1) * _key_width(shape) if gathers_keys else 0
-    activations = _activations(
-        shape, layout, tokens / layout.sp, gathered, is_trained=is_trained, recomputes=recomputes, split=split or Passes()
-    )
+    held = activations_of(shape, layout, tokens, is_trained=is_trained, recomputes=recomputes, gathers_keys=gathers_keys)
+    activations = held.num_bytes(split or Passes())
     if not is_trained:
         return Footprint(weights=math.ceil(weights), activations=math.ceil(activations))
     host = optimizer + gradients if layout.offload else 0.0
@@ -191,41 +196,18 @@ def train_footprint(
     )
 
 
-def _activations(
-    shape: ModelShape, layout: Layout, tokens: float, more: int, *, is_trained: bool, recomputes: bool, split: Passes
-) -> float:
-    """Bytes of a trainer's activations on a device, with the weights that ZeRO 3 gathers; `more` numbers of a token, in each layer."""
-    each, layers = shape.bytes_each, math.ceil(shape.num_layers / layout.pp)
-    layer = tokens * (4 * shape.hidden + (_kept_width(shape) + more) / layout.tp) * each
+def activations_of(
+    shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool, gathers_keys: bool = False
+) -> Activations:
+    """Bytes of a trainer's activations on a device, for micro-batches of so many tokens. Arguments are those of `train_footprint`."""
+    each, layers, tokens = shape.bytes_each, math.ceil(shape.num_layers / layout.pp), tokens / layout.sp
+    more = (layout.sp - 1) * shape.key_width if gathers_keys else 0
+    layer = tokens * (4 * shape.hidden + (shape.kept_width + more) / layout.tp) * each
     head = tokens * shape.vocab / layout.tp * (each + 4 * is_trained)
-    kept = 0.0
-    if is_trained:
-        kept = layers * (tokens * shape.hidden * each if recomputes else layer) * split.share
-    gathered = 2 * _largest_block(shape, layout.ep) / layout.tp * each if layout.zero >= 3 else 0.0
-    return kept + max(layer, head) * split.part + gathered
-
-
-def _kept_width(shape: ModelShape) -> float:
-    """Activations of one token in a layer that the backward pass needs and that tensor parallelism shards.
-
-    Queries, keys, values and the attention output; gate, up, their activation and product. Inputs of the blocks and their norms, which
-    every device has whole, are four times the hidden size.
-    """
-    active = shape.num_experts_per_token * shape.expert_width + shape.shared_width
-    width = max(shape.dense_width if shape.num_dense_layers else 0, active)
-    return shape.num_heads * (shape.head_dim + shape.value_dim) + _key_width(shape) + 4 * width
-
-
-def _key_width(shape: ModelShape) -> int:
-    """Keys and values of one token in a layer, all heads."""
-    return shape.num_split_heads * (shape.head_dim + shape.value_dim)
-
-
-def _largest_block(shape: ModelShape, ep: int) -> int:
-    """The most parameters that ZeRO 3 gathers at once: a layer, or the embedding table."""
-    sparse = shape.num_layers - shape.num_dense_layers
-    experts = shape.expert_parameters // sparse // ep if sparse else 0
-    return max(shape.attention_parameters + max(3 * shape.hidden * shape.dense_width, experts), shape.vocab * shape.hidden)
+    whole = layers * layer if is_trained else 0.0
+    kept = layers * tokens * shape.hidden * each if is_trained and recomputes else whole
+    gathered = 2 * shape.largest_block(layout.ep) / layout.tp * each if layout.zero >= 3 else 0.0
+    return Activations(kept, whole if recomputes else 0.0, max(layer, head), gathered)
 
 
 # ---- decoding
@@ -321,17 +303,14 @@ def train_cost(
     microbatch_tokens: float,
     is_trained: bool,
     recomputes: bool,
-    split: Passes | None = None,
     has_whole_experts: bool = False,
     gathers_keys: bool = False,
     run_tokens: float = 0.0,
-) -> TrainCost:
-    """The cost of a trainer: forward passes, updates and optimiser steps.
+) -> tuple[TrainCost, StageWork]:
+    """The cost of a trainer: forward passes, updates and optimiser steps, without what stages wait for; `through_stages` adds it.
 
     Args:
         has_whole_experts: as of `ParallelLayouts.keeps_experts_whole`. gathers_keys: as of `ParallelLayouts.gathers_keys`.
-        split: how each micro-batch passes through stages, which are empty after it (`fsdp`, `megatron`). None: micro-batches of a step
-            follow each other (1F1B), so that stages wait once a step, as in published runs of other systems.
         run_tokens: those that go through the stages together in a forward pass, on a replica: (pp - 1) runs are waited for.
     """
     device = pool.device
@@ -342,7 +321,7 @@ def train_cost(
     vectors = shape.num_layers * shape.hidden * shape.bytes_each * pool.attained.train.traffic.value
     moved_s = vectors / (devices * pool.step_bytes_s)
     imbalance = device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
-    work, work2 = shape.token_flops * imbalance, float(shape.attention_flops)
+    flops, flops2 = shape.token_flops * imbalance, float(shape.attention_flops)
     gather_s, reduce_s = _gathers(shape, pool, layout)
     gathered = exposed * gather_s if layout.zero >= 3 else 0.0
     forward_rate, update_rate = pass_rates(pool, layout)
@@ -352,29 +331,30 @@ def train_cost(
 
     forward = PassCost(
         fixed_s=(device.microbatch_s + gathered + routed_s) / layout.dp,
-        token_s=work / (forward_rate * peak) + token_comm_s + moved_s,
-        token2_s=work2 / (forward_rate * peak),
-        waits=(layout.pp - 1) * split.forward_wait if split is not None else 0.0,
+        token_s=flops / (forward_rate * peak) + token_comm_s + moved_s,
+        token2_s=flops2 / (forward_rate * peak),
         run_tokens=run_tokens * layout.dp,
     )
+    sent_s = chunk_s = 0.0
+    if layout.pp > 1:
+        sent_s = microbatch_tokens / layout.sp * shape.hidden * shape.bytes_each / pool.between_bytes_s(devices)
+        first_s = device.hidden * gather_s / math.ceil(shape.num_layers / layout.pp) if layout.zero >= 3 else 0.0
+        chunk_s = pool.latency_s(devices) + CHUNK_START * device.microbatch_s + first_s
     if not is_trained:
-        return TrainCost(forward, forward, 0.0)
+        return TrainCost(forward, forward, 0.0), StageWork(sent_s=sent_s, chunk_s=chunk_s)
     passes = 4 if recomputes else 3
     # Frozen weights have no gradient, so one pass less. The adapters take part in all passes.
     adapters = 2 * shape.active_adapter_parameters
-    trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
-    token_s = trained_work / (update_rate * peak) + passes * (token_comm_s + moved_s)
-    fixed_s = device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s
+    trained_flops = (passes - 1) * flops + passes * adapters if adapters else passes * flops
+    token_s = trained_flops / (update_rate * peak) + passes * (token_comm_s + moved_s)
+    pass_s = device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s
+    sums_s = device.hidden * reduce_s if layout.zero >= 2 else 0.0
     read_s = passes * sum(shards(shape, layout)) * shape.bytes_each / pool.step_bytes_s
-    stage_s, once_s = microbatch_tokens * token_s * layout.dp, 0.0
-    if split is None:
-        once_s = (layout.pp - 1) * stage_s
-    else:
-        fixed_s = passes_excess_s(layout, split, stage_s, read_s, fixed_s)
-    update = PassCost(fixed_s / layout.dp, token_s, token2_s=passes * work2 / (update_rate * peak))
+    update = PassCost(pass_s / layout.dp, token_s, token2_s=passes * flops2 / (update_rate * peak))
     # For each trained parameter, stages 0 and 1 move the gradients once and something back (sums or new weights); 2 the weights alone.
     reduced_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
-    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout) + once_s)
+    work = StageWork(microbatch_tokens * token_s * layout.dp, read_s, pass_s, sums_s, sent_s, chunk_s)
+    return TrainCost(forward, update, reduced_s + _step_s(shape, pool, layout)), work
 
 
 def pass_rates(pool: Pool, layout: Layout) -> tuple[float, float]:
@@ -422,7 +402,7 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout, *, has
     each, tp, sp, ep = shape.bytes_each, layout.tp, layout.sp, layout.ep
     heads = (shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
     reduced = 4 * (tp - 1) / tp * shape.hidden * each / pool.between_bytes_s(tp)
-    moved = (sp - 1) * _key_width(shape) if gathers_keys else (sp - 1) / sp * heads
+    moved = (sp - 1) * shape.key_width if gathers_keys else (sp - 1) / sp * heads
     exchanged = moved / tp * each / pool.between_bytes_s(tp * sp)
     routed, sparse = 0.0, (shape.num_layers - shape.num_dense_layers) / shape.num_layers
     if has_whole_experts and shape.num_experts and tp * ep > 1:
@@ -534,8 +514,7 @@ DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
 
 _MUCH_CACHE = 0.25
 """Share of a device's memory above which a KV cache is tried at half its size, too."""
-_MOST_DOUBLED = 7
-"""How often the parts of a micro-batch that are tried are doubled, from as many as stages on."""
+_OF_STAGES, _WHOLE = StageOrder.__struct_fields__, Passes()
 _MUCH_ACTIVATIONS = 0.5
 """Share of a device's memory above which a trainer's activations are tried recomputed, too."""
 
@@ -562,7 +541,7 @@ def _memoised(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def _is_as_told(layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
     """Whether a trainer's layout has the degrees that its options in the spec say."""
-    told = {degree: options[name] for degree, name in offers.options if name in options and degree != "micro_batches"}
+    told = {degree: options[name] for degree, name in offers.options if name in options and degree not in _OF_STAGES}
     return all(getattr(layout, degree) == (bool(value) if degree == "offload" else value) for degree, value in told.items())
 
 
@@ -668,9 +647,8 @@ class ModelledCosts(Costs):
         """Those of some legal layouts that a trainer and its options accept; all of a rollout engine's."""
         if engine.kind == "rollout":
             return layouts
-        offers, shape, options = self._offers["train"], self.shape(engine), self._spec.train.options
-        if told := self._told_passes(engine):
-            options = {**options, "micro_batches": told}
+        offers, shape = self._offers["train"], self.shape(engine)
+        options: Mapping[str, object] = {**self._spec.train.options, **self._told_order(engine)}
         return [layout for layout in layouts if _is_as_told(layout, offers, options) and is_accepted(shape, layout, offers, options)]
 
     @_memoised
@@ -733,44 +711,52 @@ class ModelledCosts(Costs):
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return self._train(self._first_like(engine), pool, layout)
 
-    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
-        return self._micro_batches(self._first_like(engine), pool, layout) if engine.kind == "train" else 1
+    def stage_order(self, engine: EngineId, pool: str, layout: Layout) -> StageOrder:
+        return self._order(self._first_like(engine), pool, layout)[0] if engine.kind == "train" else StageOrder()
 
     @_memoised
-    def _micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
-        """The number of parts that takes least, of those whose activations fit; what the spec says, or as many as stages, otherwise."""
-        told = self._told_passes(engine)
+    def _order(self, engine: EngineId, pool: str, layout: Layout) -> tuple[StageOrder, Passes]:
+        """The order of stages that is fastest, of those whose activations fit; what the spec says of it stays."""
         if layout.pp == 1:
-            return 1
-        if told or "micro_batches" not in dict(self._offers["train"].options):
-            return told or layout.pp
-        most = max(layout.pp, self._usual_tokens(engine.role) / max(self.extent(engine.role).sample, 1.0))
-        counts = [layout.pp << i for i in range(_MOST_DOUBLED) if layout.pp << i <= most]
-
-        def cost(count: int) -> tuple[bool, float]:
-            is_short = self._footprint_in(engine, layout, count).device_bytes > self.device_bytes(pool)
-            return is_short, -count if is_short else self._train_in(engine, pool, layout, count).update.fixed_s
-
-        return min(counts, key=cost)
-
-    @_memoised
-    def _told_passes(self, engine: EngineId) -> int:
-        """The number of parts that the spec's options or pin say; 0: neither."""
-        given = self._spec.train.options.get("micro_batches") or self._pin(engine).layout.micro_batches
-        return int(str(given)) if is_count(given) else 0
-
-    def _passes(self, layout: Layout, count: int, longest: float = 0.0) -> Passes:
-        return self._passes_of(layout.pp, count, self._recomputes or layout.recompute, longest)
+            return StageOrder(), _WHOLE
+        groups = self._orders(engine, layout.pp, self._recomputes or layout.recompute)
+        if len(groups) == len(groups[0]) == 1:
+            return groups[0][0]
+        work, held = self._alone(engine, pool, layout)[1], self._activations(engine, layout)
+        plain = self._footprint_in(engine, layout, groups[0][0][1])
+        others = plain.device_bytes - plain.activations
+        return fastest_order(
+            groups,
+            lambda passes: work.work_s + passes_excess_s(layout.pp, passes, work),
+            lambda passes: others + held.num_bytes(passes),
+            self.device_bytes(pool),
+        )
 
     @_memoised
-    def _passes_of(self, pp: int, count: int, recomputes: bool, longest: float) -> Passes:
-        return passes_of(Layout(pp=pp), count, self._spec.train.options, recomputes=recomputes, longest=longest)
+    def _orders(self, engine: EngineId, pp: int, recomputes: bool) -> Sequence[Sequence[tuple[StageOrder, Passes]]]:
+        """The orders of so many stages, as `fastest_order` takes them."""
+        shape, extent = self.shape(engine), self.extent(engine.role)
+        most, longest = self._usual_tokens(engine.role) / max(extent.sample, 1.0), extent.longest / self._microbatch_tokens(engine.role)
+        weights = 0.0 if shape.adapter_parameters else 1 - shape.routed_share
+        groups = orders_of(shape, pp, self._offers["train"], self._told_order(engine), most)
+        return [
+            [(order, passes_of(pp, order, recomputes=recomputes, longest=longest, weights=weights)) for order in group] for group in groups
+        ]
 
+    @_memoised
+    def _told_order(self, engine: EngineId) -> Mapping[str, object]:
+        """What the spec's options or pin say of the order of stages."""
+        options, pin = self._spec.train.options, self._pin(engine).layout
+        found = {name: options.get(name) or getattr(pin, name) for name in _OF_STAGES}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @_memoised
     def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
-        return self._train_in(engine, pool, layout, self._micro_batches(engine, pool, layout))
+        alone = self._alone(engine, pool, layout)
+        return alone[0] if layout.pp == 1 else through_stages(*alone, layout, self._order(engine, pool, layout)[1])
 
     @_memoised
-    def _train_in(self, engine: EngineId, pool: str, layout: Layout, count: int) -> TrainCost:
+    def _alone(self, engine: EngineId, pool: str, layout: Layout) -> tuple[TrainCost, StageWork]:
         return train_cost(
             self.shape(engine),
             self._pools[pool],
@@ -778,7 +764,6 @@ class ModelledCosts(Costs):
             microbatch_tokens=self._usual_tokens(engine.role),
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
-            split=self._passes(layout, count),
             has_whole_experts=self._offers["train"].keeps_experts_whole,
             gathers_keys=self._offers["train"].gathers_keys,
             run_tokens=max(self._run_tokens, self.extent(engine.role).sample),
@@ -794,7 +779,7 @@ class ModelledCosts(Costs):
         if engine.kind == "rollout":
             return self._rollout_footprint(engine, pool, layout)
         first = self._first_like(engine)
-        return self._footprint_in(first, layout, self._micro_batches(first, pool, layout))
+        return self._footprint_in(first, layout, self._order(first, pool, layout)[1] if layout.pp > 1 else _WHOLE)
 
     @_memoised
     def _rollout_footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
@@ -802,7 +787,7 @@ class ModelledCosts(Costs):
         return rollout_footprint(self.shape(engine), layout, self.extent(engine.role), running)
 
     @_memoised
-    def _footprint_in(self, engine: EngineId, layout: Layout, count: int) -> Footprint:
+    def _footprint_in(self, engine: EngineId, layout: Layout, passes: Passes) -> Footprint:
         return train_footprint(
             self.shape(engine),
             layout,
@@ -810,16 +795,21 @@ class ModelledCosts(Costs):
             is_trained=self.is_trained(engine),
             recomputes=self._recomputes or layout.recompute,
             gathers_keys=self._offers["train"].gathers_keys,
-            split=self._passes(layout, count, self.extent(engine.role).longest / self._microbatch_tokens(engine.role)),
+            split=passes,
         )
+
+    def _activations(self, engine: EngineId, layout: Layout) -> Activations:
+        is_trained, recomputes = self.is_trained(engine), self._recomputes or layout.recompute
+        tokens, gathers_keys = self._microbatch_tokens(engine.role), self._offers["train"].gathers_keys
+        return activations_of(self.shape(engine), layout, tokens, is_trained=is_trained, recomputes=recomputes, gathers_keys=gathers_keys)
 
     @_memoised
     def _first_like(self, engine: EngineId) -> EngineId:
         """The first trainer with the same costs (a policy's critic has the policy's shape)."""
 
-        def what(one: EngineId) -> tuple[ModelShape, float, Extent, bool, int]:
+        def what(one: EngineId) -> tuple[ModelShape, float, Extent, bool, Mapping[str, object]]:
             lengths = self._microbatch_tokens(one.role), self.extent(one.role)
-            return self.shape(one), *lengths, self.is_trained(one), self._told_passes(one)
+            return self.shape(one), *lengths, self.is_trained(one), self._told_order(one)
 
         mine = what(engine)
         return next((one for one in self._workload.engines if one.kind == "train" and what(one) == mine), engine)
@@ -866,11 +856,13 @@ class ModelledCosts(Costs):
             bytes_s=device.memory_gb_s * 1e9,
         )
 
-    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+    def held_parts(self, engine: EngineId, pool: str, layout: Layout) -> tuple[HeldPart, ...]:
         if engine.kind != "train" or any(pool.device.shares_host_memory for pool in self._pools.values()):
             return ()
         shape, name = self.shape(engine), self._spec.train.engine
         degrees = {degree: found for degree in ("tp", "pp", "ep") if (found := getattr(layout, degree)) > 1}
+        if (order := self.stage_order(engine, pool, layout)).vpp > 1:
+            degrees |= {"vpp": order.vpp, "micro_batches": order.micro_batches}
         options = train_options(name, self._spec.train.options, degrees)
         ranks: dict[tuple[int, tuple[tuple[int, int], ...], tuple[int, int] | None], list[int]] = {}
         held = held_by_ranks(name, options, layout.num_devices, shape.num_layers, shape.num_experts)

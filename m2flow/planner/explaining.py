@@ -20,8 +20,9 @@ from typing import TypeVar
 
 import msgspec
 
+from m2flow.engines.registry import ONE_F_ONE_B
 from m2flow.errors import DoesNotFit
-from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, HeldPart, Layout
+from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, HeldPart, Layout, StageOrder
 from m2flow.micro.protocol.plan import Choice, Placement, Plan, Stage, TimeTerm, WorkerPlan, in_columns
 from m2flow.planner.pools import device_list, spreading
 from m2flow.spec import ClusterSpec, PoolSpec
@@ -92,8 +93,9 @@ def held_lines(choice: Choice, *, is_full: bool = False) -> list[str]:
 
 
 def _passes(choice: Choice, engine: EngineId) -> str:
-    count = next(placement.micro_batches for placement in choice.placements if placement.engine == engine)
-    return f"each micro-batch in {count} parts"
+    found = next(placement for placement in choice.placements if placement.engine == engine)
+    chunks = f", {found.vpp} chunks of layers each, in turns (vpp)" if found.vpp > 1 else ""
+    return f"each micro-batch in {found.micro_batches} parts{chunks}" + f", {found.schedule}" * (found.schedule != ONE_F_ONE_B)
 
 
 _Key = TypeVar("_Key")
@@ -267,7 +269,7 @@ def as_document(choice: Choice) -> dict[str, object]:
         "placement": {
             call: {
                 "devices": [f"{placement.pool or 'local'}:{i}" for i in placement.devices],
-                "micro_batches": placement.micro_batches,
+                **{name: getattr(placement, name) for name in StageOrder.__struct_fields__},
                 "layout": {
                     name: getattr(placement.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload", "recompute")
                 },

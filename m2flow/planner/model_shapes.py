@@ -296,6 +296,28 @@ class ModelShape:
         return 2 * self.num_multiplied
 
     @cached_property
+    def kept_width(self) -> int:
+        """Activations of one token in a layer that the backward pass needs and that tensor parallelism shards.
+
+        Queries, keys, values and the attention output; gate, up, their activation and product. Inputs of the blocks and their norms, which
+        every device has whole, are four times the hidden size.
+        """
+        active = self.num_experts_per_token * self.expert_width + self.shared_width
+        width = max(self.dense_width if self.num_dense_layers else 0, active)
+        return self.num_heads * (self.head_dim + self.value_dim) + self.key_width + 4 * width
+
+    @cached_property
+    def key_width(self) -> int:
+        """Keys and values of one token in a layer, all heads."""
+        return self.num_split_heads * (self.head_dim + self.value_dim)
+
+    def largest_block(self, ep: int) -> int:
+        """The most parameters that ZeRO 3 gathers at once: a layer, or the embedding table."""
+        sparse = self.num_layers - self.num_dense_layers
+        experts = self.expert_parameters // sparse // ep if sparse else 0
+        return max(self.attention_parameters + max(3 * self.hidden * self.dense_width, experts), self.vocab * self.hidden)
+
+    @cached_property
     def attention_flops(self) -> int:
         """Operations of causal attention in a forward pass over s tokens: this times s**2.
 

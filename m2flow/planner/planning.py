@@ -383,8 +383,8 @@ def _pins(plan: Plan, spec: ClusterSpec) -> tuple[dict[str, PinSpec], int]:
     for engine, mine in places.items():
         first, last = mine[0][1], mine[-1][2]
         num_processes = max(mine[0][0].ranks, 1) if engine.endswith(".train") else len(mine)
-        # What a trainer's ranks make of its GPUs is the spec's to say.
+        # What a trainer's ranks make of its GPUs is the spec's to say; nobody chose an order of stages for it.
         is_open = engine.endswith(".train") and pool.device != "cpu"
-        layout = LayoutSpec() if is_open else LayoutSpec(dp=num_processes, tp=(last - first) // num_processes)
+        layout = LayoutSpec(vpp=1, schedule="1f1b") if is_open else LayoutSpec(dp=num_processes, tp=(last - first) // num_processes)
         found[engine] = PinSpec(pool=name, devices=(first, last), layout=layout)
     return found, at

@@ -4,7 +4,7 @@
     efficiencies.yaml, a spec's `costs:` file --attained_by--> Attained, what an engine makes of them
     ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, an optimiser step
     ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts, those that its options allow: is_accepted
-    Layout, options of the engine --passes_of--> Passes, how its stages work
+    Layout, options of the engine --orders_of, fastest_order--> StageOrder --passes_of--> Passes, how its stages work
 
 Device files have one format. They are read in this order, a later one adding to and replacing entries of an earlier one: the built-in
 list, `~/.config/m2flow/devices.yaml` (or under `$XDG_CONFIG_HOME`), the file that the cluster spec names (`devices`). Attainable fractions
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
@@ -30,9 +30,9 @@ import msgspec
 import yaml
 
 from m2flow.engines.contract import ParallelLayouts
-from m2flow.engines.registry import ZERO_BUBBLE, capabilities_of, engines
+from m2flow.engines.registry import ONE_F_ONE_B, ZERO_BUBBLE, capabilities_of, engines
 from m2flow.errors import EngineError, SpecError, did_you_mean
-from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout
+from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout, StageOrder, StageSchedule, TrainCost
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.recipe import is_count
 from m2flow.spec import ClusterSpec, PoolSpec
@@ -656,6 +656,18 @@ def adds_adapters(engine: str) -> bool:
     return can is not None and can.lora
 
 
+# ---- stages
+
+_MOST_DOUBLED = 7
+"""How often the parts of a micro-batch that are tried are doubled, from as many as stages on."""
+CHUNK_START = 0.05
+"""Share of a micro-batch's fixed time for which a part waits for the host in each further chunk, forth and back alike: an estimate."""
+_WORTH_ORDER = 0.01
+"""Share of a micro-batch's time that another order of stages must save."""
+_LITTLE_ROOM = 0.05
+"""Share of a device's memory that it may take more: others on the device have theirs."""
+
+
 @dataclass(frozen=True)
 class Passes:
     """How a micro-batch goes through the stages of a pipeline: in `count` parts, of which a stage holds up to `held` at once."""
@@ -666,64 +678,193 @@ class Passes:
     """As of `bubble_share`."""
     longest: float = 0.0
     """The share of a micro-batch that its longest sample is, which is not cut."""
-    forward_wait: float = 1.0
-    """How much of the wait of (pp - 1) runs a forward pass has: interleaved, it waits for a chunk of a stage."""
+    chunks: int = 1
+    """Of layers, in each stage. A forward pass waits for a chunk of a stage."""
+    put_off: float = 0.0
+    """Parts whose gradients of weights are put off at once, at most."""
 
-    @property
+    @functools.cached_property
     def part(self) -> float:
         """The share of a micro-batch that its largest part is."""
         return max(1 / self.count, self.longest)
 
-    @property
+    @functools.cached_property
     def share(self) -> float:
         """The share of a micro-batch whose activations a stage keeps."""
         return max(min(self.held, self.count) / self.count, self.longest)
 
+    @functools.cached_property
+    def put_off_share(self) -> float:
+        """The share of a micro-batch of which a stage keeps what gradients of weights are computed from."""
+        return max(min(self.put_off, self.count) / self.count, self.longest) if self.put_off else 0.0
 
-def passes_of(layout: Layout, count: int, options: Mapping[str, object], *, recomputes: bool, longest: float = 0.0) -> Passes:
-    """The passes of a pipeline in `count` parts a micro-batch, in the order that a trainer's options say.
+
+def passes_of(pp: int, order: StageOrder, *, recomputes: bool, longest: float = 0.0, weights: float = 1.0) -> Passes:
+    """The passes of a pipeline of so many stages.
+
+    Args:
+        weights: as of `bubble_share`.
 
     Source:
         In flight at the first stage: as many passes as stages (1F1B); interleaved, 2 (pp - 1) + (v - 1) pp + 1 of a v-th of its layers
-        (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+        (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Put off at the last: those of as many ways back as there are stages.
 
-    >>> passes_of(Layout(pp=4), 8, {"vpp": 2}, recomputes=False)
-    Passes(count=8, held=5.5, bubble=0.5, longest=0.0, forward_wait=0.5)
+    >>> passes_of(4, StageOrder(8, vpp=2), recomputes=False)
+    Passes(count=8, held=5.5, bubble=0.5, longest=0.0, chunks=2, put_off=0.0)
     """
-    chunks = chunks_of(options)
-    held = (2 * (layout.pp - 1) + (chunks - 1) * layout.pp + 1) / chunks if chunks > 1 else layout.pp
-    return Passes(count, float(held), bubble_share(options, recomputes=recomputes), longest, 1 / chunks)
+    chunks = order.vpp
+    held = (2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks if chunks > 1 else pp
+    put_off = pp / chunks if order.schedule == ZERO_BUBBLE else 0.0
+    return Passes(order.micro_batches, float(held), bubble_share(order, recomputes=recomputes, weights=weights), longest, chunks, put_off)
 
 
-def passes_excess_s(layout: Layout, passes: Passes, stage_s: float, read_s: float, fixed_s: float) -> float:
+class Activations(msgspec.Struct, frozen=True):
+    """Bytes of a whole micro-batch's activations on a device of a trainer."""
+
+    kept: float
+    """For the way back."""
+    put_off: float
+    """What gradients of weights need that are put off, where that is more: layers that are computed again keep little else."""
+    at_work: float
+    """Of the layer or the head that is being computed."""
+    gathered: float
+    """Weights, of whatever part."""
+
+    def num_bytes(self, passes: Passes) -> float:
+        return max(self.kept * passes.share, self.put_off * passes.put_off_share) + self.at_work * passes.part + self.gathered
+
+
+class StageWork(msgspec.Struct, frozen=True):
+    """Seconds of a replica's stage for a whole micro-batch, forward and backward, and those that passes and chunks add."""
+
+    work_s: float = 0.0
+    """Of its tokens."""
+    read_s: float = 0.0
+    """Its weights read from memory in a pass: small matrix products take as long."""
+    pass_s: float = 0.0
+    """Launches, and what ZeRO moves in a pass."""
+    sums_s: float = 0.0
+    """More of a pass whose gradients of weights are put off: nothing hides their sums over ranks."""
+    sent_s: float = 0.0
+    """Hidden states sent on by a chunk; those of one chunk are hidden, or a part of what stages attain."""
+    chunk_s: float = 0.0
+    """More of a part in each further chunk: its start, and the weights of its first layer, which are gathered while nothing computes."""
+
+
+def passes_excess_s(pp: int, passes: Passes, work: StageWork) -> float:
     """Seconds that a micro-batch takes a replica beyond the work of its tokens.
 
-        (k + bubble (pp - 1)) (max(S / k, R) + c) - S        k passes, and those that each stage waits for
+        (k + bubble (pp - 1)) (max(S / k, R) + c) - S + 2 (v - 1) (h + k l)
+
+    k passes, and those that each stage waits for; S, R and c are `work_s`, `read_s`, and `pass_s` with `sums_s` where they are not hidden;
+    through v chunks passes are sent v times as often, forth and back: h and l are `sent_s` and `chunk_s`.
+    """
+    if pp == 1:
+        return work.pass_s
+    turns = passes.count + passes.bubble * (pp - 1)
+    each_s = max(work.work_s / passes.count, work.read_s) + work.pass_s + (work.sums_s if passes.put_off else 0.0)
+    return turns * each_s - work.work_s + 2 * (passes.chunks - 1) * (work.sent_s + passes.count * work.chunk_s)
+
+
+def through_stages(cost: TrainCost, work: StageWork, layout: Layout, passes: Passes | None) -> TrainCost:
+    """A trainer's cost with what its stages wait for.
 
     Args:
-        stage_s: S, the work of a stage on the whole micro-batch. read_s: R, its weights read from memory in a pass: small matrix products
-            take as long. fixed_s: c, launches and what ZeRO moves in a pass.
+        passes: how each micro-batch passes through stages, which are empty after it (`fsdp`, `megatron`). None: micro-batches of a step
+            follow each other (1F1B), so that stages wait once a step, as in published runs of other systems.
     """
     if layout.pp == 1:
-        return fixed_s
-    turns = passes.count + passes.bubble * (layout.pp - 1)
-    return turns * (max(stage_s / passes.count, read_s) + fixed_s) - stage_s
+        return cost
+    if passes is None:
+        return msgspec.structs.replace(cost, optimizer_s=cost.optimizer_s + (layout.pp - 1) * work.work_s)
+    sent_s = (passes.chunks - 1) * (work.sent_s + work.chunk_s) / layout.dp
+    waits = (layout.pp - 1) / passes.chunks
+    forward = msgspec.structs.replace(cost.forward, fixed_s=cost.forward.fixed_s + sent_s, waits=waits)
+    if not work.work_s:
+        return TrainCost(forward, forward, 0.0)
+    update = msgspec.structs.replace(cost.update, fixed_s=passes_excess_s(layout.pp, passes, work) / layout.dp)
+    return TrainCost(forward, update, cost.optimizer_s)
 
 
-def bubble_share(options: Mapping[str, object], *, recomputes: bool = False) -> float:
-    """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in the order that a trainer's options say.
+def bubble_share(order: StageOrder, *, recomputes: bool = False, weights: float = 1.0) -> float:
+    """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in another order.
 
     Interleaved (`vpp`), a stage waits for a chunk in place of all its layers. With `schedule: zero-bubble` it computes gradients of weights
     meanwhile, (pp - 1) (F + B - W); forward, gradients of what came in and those of weights count as equally long.
 
+    Args:
+        weights: the share of W that can be put off: not that of stacked experts, and nothing of weights that are frozen.
+
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1).
 
-    >>> [round(bubble_share(options), 3) for options in ({}, {"vpp": 2}, {"schedule": "zero-bubble"})]
+    >>> [round(bubble_share(order), 3) for order in (StageOrder(4), StageOrder(4, vpp=2), StageOrder(4, schedule="zero-bubble"))]
     [1.0, 0.5, 0.333]
     """
     passes = 4 if recomputes else 3
-    left = (passes - 2) / passes if options.get("schedule") == ZERO_BUBBLE else 1.0
-    return left / chunks_of(options)
+    left = (passes - 2 * weights) / passes if order.schedule == ZERO_BUBBLE else 1.0
+    return left / order.vpp
+
+
+def orders_of(shape: ModelShape, pp: int, offers: ParallelLayouts, told: Mapping[str, object], most: float) -> list[list[StageOrder]]:
+    """List the orders of a trainer's stages, the simplest first, those together that differ in the number of parts alone.
+
+    A micro-batch has as many parts as stages, or twice as many, and so on; chunks divide the layers of each stage.
+
+    Args:
+        told: what a spec says of `micro_batches`, `vpp` and `schedule`.
+        most: parts of a micro-batch.
+
+    >>> from m2flow.planner.model_shapes import shape_named
+    >>> groups = orders_of(shape_named("Qwen2.5-7B"), 4, offered("megatron", "train"), {}, 8)
+    >>> [[(order.micro_batches, order.vpp) for order in group] for group in groups]
+    [[(4, 1), (8, 1)], [(4, 7), (8, 7)]]
+    """
+    has = dict(offers.options)
+    counts = [pp << i for i in range(_MOST_DOUBLED) if pp << i <= max(most, pp)] if "micro_batches" in has else [pp]
+    if is_count(given := told.get("micro_batches")):
+        counts = [int(str(given))]
+    layers = 1 if shape.num_layers % pp or any(count % pp for count in counts) else shape.num_layers // pp
+    chunks = [v for v in range(1, layers + 1) if layers % v == 0] if "vpp" in has else [1]
+    schedules: list[StageSchedule] = [ONE_F_ONE_B, ZERO_BUBBLE] if "schedule" in has else [ONE_F_ONE_B]
+    if "vpp" in told:
+        chunks = [chunks_of(told)]
+    if "schedule" in told:
+        schedules = [ZERO_BUBBLE if told["schedule"] == ZERO_BUBBLE else ONE_F_ONE_B]
+    return [[StageOrder(count, v, schedule) for count in counts] for schedule in schedules for v in chunks]
+
+
+def fastest_order(
+    groups: Sequence[Sequence[tuple[StageOrder, Passes]]],
+    seconds: Callable[[Passes], float],
+    num_bytes: Callable[[Passes], float],
+    room: float,
+) -> tuple[StageOrder, Passes]:
+    """The fastest of some orders, those of each group differing in the number of parts alone; a simpler one unless another saves enough.
+
+    The number of parts takes least of those that fit; in the simplest order the largest number if none does, and no other order then. The
+    others may take little more memory than that one; with less to wait for they need no more parts, so those many and half are tried.
+
+    Args:
+        seconds: of a micro-batch. num_bytes: of a device, of `room`.
+    """
+
+    def cost(pair: tuple[StageOrder, Passes]) -> tuple[bool, float]:
+        is_short = num_bytes(pair[1]) > room
+        return is_short, -pair[0].micro_batches if is_short else seconds(pair[1])
+
+    best = min(groups[0], key=cost)
+    if len(groups) == 1 or (needed := num_bytes(best[1])) > room:
+        return best
+    at, best_s, most = groups[0].index(best), seconds(best[1]), min(room, needed + _LITTLE_ROOM * room)
+    for group in groups[1:]:
+        some = [(seconds(pair[1]), pair) for pair in group[max(0, at - 1) : at + 1] if num_bytes(pair[1]) <= most]
+        least_s, pair = min(some, key=lambda found: found[0], default=(best_s, best))
+        if least_s < best_s * (1 - _WORTH_ORDER):
+            best_s, best = least_s, pair
+    return best
+
+
+# ---- layouts
 
 
 def legal_layouts(

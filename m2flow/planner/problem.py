@@ -73,7 +73,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.errors import PlanError
-from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout, Switch
+from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout, StageOrder, Switch
 from m2flow.planner.explaining import no_room
 from m2flow.planner.workload import (
     DRAINS,
@@ -480,7 +480,7 @@ def _count_allowed(num: int, pin: PinSpec) -> bool:
 
 
 def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:
-    fixed = [(name, value) for name, value in pin.layout if value is not None and name != "micro_batches"]
+    fixed = [(name, value) for name, value in pin.layout if value is not None and name not in StageOrder.__struct_fields__]
     return all(getattr(layout, name) == value for name, value in fixed) and (
         pin.offload in (None, layout.offload) and pin.recompute in (None, layout.recompute)
     )

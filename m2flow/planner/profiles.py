@@ -54,6 +54,7 @@ from m2flow.micro.protocol.cost_terms import (
     HeldPart,
     Layout,
     PassCost,
+    StageOrder,
     Switch,
     TrainCost,
 )
@@ -699,11 +700,11 @@ class ProfiledCosts(Costs):
     def arithmetic(self, engine: EngineId, pool: str, layout: Layout) -> Arithmetic | None:
         return self.modelled.arithmetic(engine, pool, layout)
 
-    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
-        return self.modelled.micro_batches(engine, pool, layout)
+    def stage_order(self, engine: EngineId, pool: str, layout: Layout) -> StageOrder:
+        return self.modelled.stage_order(engine, pool, layout)
 
-    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
-        return self.modelled.held_parts(engine, layout)
+    def held_parts(self, engine: EngineId, pool: str, layout: Layout) -> tuple[HeldPart, ...]:
+        return self.modelled.held_parts(engine, pool, layout)
 
     def rest_s(self) -> float:
         return 0.0 if self.profile.turn_s else self.modelled.rest_s()

@@ -32,6 +32,7 @@ from m2flow.micro.protocol.cost_terms import (
     FunctionCost,
     HeldPart,
     Layout,
+    StageOrder,
     Switch,
     TrainCost,
 )
@@ -157,11 +158,11 @@ class AblatedCosts(Costs):
     def unit(self, engine: EngineId, pool: str) -> int:
         return self._costs.unit(engine, pool)
 
-    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
-        return self._costs.micro_batches(engine, pool, layout)
+    def stage_order(self, engine: EngineId, pool: str, layout: Layout) -> StageOrder:
+        return self._costs.stage_order(engine, pool, layout)
 
-    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
-        return self._costs.held_parts(engine, layout)
+    def held_parts(self, engine: EngineId, pool: str, layout: Layout) -> tuple[HeldPart, ...]:
+        return self._costs.held_parts(engine, pool, layout)
 
     def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
         return self._costs.decode(engine, pool, layout)

@@ -129,7 +129,7 @@ def test_experts_of_a_stage_are_neighbours_whatever_the_number_of_stages() -> No
 
     def token_s(pool: Pool, layout: Layout) -> float:
         shape = shape_named("Qwen3-30B-A3B")
-        return train_cost(shape, pool, layout, microbatch_tokens=4096, is_trained=True, recomputes=False).update.token_s
+        return train_cost(shape, pool, layout, microbatch_tokens=4096, is_trained=True, recomputes=False)[0].update.token_s
 
     inside, across = Layout(pp=2, dp=8, ep=8, zero=1), Layout(dp=16, ep=16, zero=1)
     assert token_s(far, inside) == token_s(near, inside)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import transformers
 from megatron_models import CONFIGS as STAGED_CONFIGS
@@ -16,7 +17,7 @@ from tiny_models import CONFIGS, mixture_config
 from m2flow.engines.registry import check_trainer, engine_named, engines, train_options
 from m2flow.errors import M2FlowError
 from m2flow.micro.lowering.placement import degrees_as_placed
-from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
+from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout, StageOrder
 from m2flow.micro.protocol.plan import EngineSlot, Placement
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.workload import CallLoad, Extent, Workload
@@ -86,19 +87,30 @@ def variants(models: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
 
 
 def offered_layouts(engine: str, model: Model, options: Mapping[str, Any]) -> list[Layout]:
+    return [layout for layout, _ in offered_orders(engine, model, options)]
+
+
+def offered_orders(engine: str, model: Model, options: Mapping[str, Any]) -> list[tuple[Layout, list[StageOrder]]]:
+    """Each layout, with the orders of its stages that the search chooses among, in the fewest parts and in the most."""
     spec = cluster(engine, options)
     extent = Extent(prompt=8, response=8, position=8, longest=16)
     costs = ModelledCosts(spec, STEP, shapes_of({"policy": model}, spec), {"": extent})
-    return [layout for count in (1, 2, 6, 8, 16) for layout in costs.layouts(TRAIN, "main", count)]
+    layouts = [layout for count in (1, 2, 6, 8, 16) for layout in costs.layouts(TRAIN, "main", count)]
+    groups = {pp: costs._orders(TRAIN, pp, False) for pp in {layout.pp for layout in layouts}}
+    return [
+        (one, [order for group in groups[one.pp] for order, _ in (group[0], group[-1])] if one.pp > 1 else [StageOrder()])
+        for one in layouts
+    ]
 
 
 def cluster(engine: str, options: Mapping[str, Any]) -> ClusterSpec:
     return ClusterSpec(pools={"main": PoolSpec(device="h100", nodes=2)}, train=TrainSpec(engine=engine, options=dict(options)))
 
 
-def told(engine: str, layout: Layout, options: Mapping[str, Any]) -> dict[str, object]:
+def told(engine: str, layout: Layout, options: Mapping[str, Any], order: StageOrder | None = None) -> dict[str, object]:
     """The options with which a run starts the trainer of a plan."""
-    placement = Placement(TRAIN, ("policy.update",), "main", 0, layout.num_devices, layout, 8, Footprint(gradients=1))
+    how = msgspec.structs.asdict(order or StageOrder())
+    placement = Placement(TRAIN, ("policy.update",), "main", 0, layout.num_devices, layout, 8, Footprint(gradients=1), **how)
     slot = degrees_as_placed(EngineSlot("policy", "train", engine), placement, cluster(engine, options))
     return train_options(engine, options, slot.planned)
 
@@ -114,12 +126,13 @@ def test_a_run_accepts_every_layout_that_the_search_offers(engine: str, options:
         except M2FlowError:
             assert not offered_layouts(engine, model, options), f"{engine} has no place for {name}, which the search offers layouts for"
             continue
-        for layout in offered_layouts(engine, model, options):
-            try:
-                check_trainer(engine, model, told(engine, layout, options), layout.num_devices)
-            except M2FlowError as error:
-                raise AssertionError(f"{engine} refuses {layout} of {name}, which the search offers: {error}") from error
-            num_checked += 1
+        for layout, orders in offered_orders(engine, model, options):
+            for order in orders:
+                try:
+                    check_trainer(engine, model, told(engine, layout, options, order), layout.num_devices)
+                except M2FlowError as error:
+                    raise AssertionError(f"{engine} refuses {layout} of {name}, {order}, which the search offers: {error}") from error
+                num_checked += 1
     assert num_checked > 5
 
 

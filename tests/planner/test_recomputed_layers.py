@@ -135,12 +135,17 @@ def test_a_trainer_of_a_plan_with_recomputation_keeps_fewer_activations(tmp_path
 @pytest.mark.parametrize(
     ("engine", "layout", "told"),
     [
-        ("fsdp", {"tp": 2, "pp": 2, "sp": 1}, {"tp": 2, "pp": 2, "micro_batches": 2}),
+        ("fsdp", {"tp": 2, "pp": 2, "sp": 1, "vpp": 1, "schedule": "1f1b"}, {"tp": 2, "pp": 2, "micro_batches": 2}),
+        (
+            "fsdp",
+            {"tp": 2, "pp": 2, "sp": 1, "vpp": 2, "schedule": "zero-bubble"},
+            {"tp": 2, "pp": 2, "micro_batches": 2, "vpp": 2, "schedule": "zero-bubble"},
+        ),
         ("fsdp", {"tp": 1, "pp": 1, "sp": 2}, {"cp": 2}),
         ("deepspeed", {"tp": 1, "sp": 2, "zero": 2}, {"sp": 2, "zero": 2, "activation_checkpointing": True}),
         (
             "megatron",
-            {"tp": 2, "pp": 2, "sp": 2, "zero": 0},
+            {"tp": 2, "pp": 2, "sp": 2, "zero": 0, "vpp": 1},
             {"tp": 2, "pp": 2, "cp": 2, "zero": 0, "micro_batches": 2, "recompute": "full"},
         ),
     ],

@@ -20,11 +20,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import yaml
 
 from m2flow.errors import M2FlowError
+from m2flow.micro.protocol.cost_terms import StageOrder
 from m2flow.micro.protocol.events import BorrowThresholds, Event
 from m2flow.micro.protocol.plan import Choice, Placement, Plan
 from m2flow.micro.records.journal import Journal
@@ -150,11 +151,11 @@ class OnlineReplanning:
         return [BorrowThresholds({key: shares[key[1]] for key in self._lent if key[1] in shares})]
 
 
-def _degrees(placement: Placement, names: Iterable[str]) -> dict[str, int]:
-    """These degrees of a placement's layout, and the parts of a micro-batch where a trainer has stages."""
+def _degrees(placement: Placement, names: Iterable[str]) -> dict[str, Any]:
+    """These degrees of a placement's layout, and where a trainer has stages, how micro-batches pass through them."""
     degrees = {name: getattr(placement.layout, name) for name in names}
     if placement.layout.pp > 1 and placement.engine.kind == "train":
-        degrees["micro_batches"] = placement.micro_batches
+        degrees |= {name: getattr(placement, name) for name in StageOrder.__struct_fields__}
     return degrees
 
 

@@ -43,7 +43,7 @@ from m2flow.engines.registry import engines
 from m2flow.errors import PlanError, SpecError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.capabilities import can_stay_resident
-from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.micro.protocol.cost_terms import EngineId, StageOrder
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, Stage, WorkerPlan
 from m2flow.micro.protocol.worker_state import ROLLOUT
 from m2flow.recipe import Model
@@ -69,7 +69,7 @@ def degrees_as_placed(slot: EngineSlot, placement: Placement, spec: ClusterSpec)
         if spec.pools and layout.num_sharing > 1:
             degrees["zero"] = layout.zero
         if spec.pools:
-            degrees["micro_batches"] = placement.micro_batches
+            degrees |= {name: getattr(placement, name) for name in StageOrder.__struct_fields__}
         return msgspec.structs.replace(slot, **degrees, recompute=layout.recompute or is_planned_for)
     if not spec.pools:
         return slot

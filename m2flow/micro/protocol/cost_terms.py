@@ -72,6 +72,20 @@ class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
         return "x".join(names + ["offload"] * self.offload + ["recompute"] * self.recompute) or "one device"
 
 
+StageSchedule = Literal["1f1b", "zero-bubble"]
+"""The order in which the stages of a trainer compute; `zero-bubble`: gradients of weights where a stage would wait."""
+
+
+class StageOrder(msgspec.Struct, frozen=True):
+    """How the micro-batches of a trainer pass through its stages; of one with a single stage, as here by default."""
+
+    micro_batches: int = 1
+    """Parts of a micro-batch, which follow each other."""
+    vpp: int = 1
+    """Chunks of layers that each stage has, in turns (interleaved)."""
+    schedule: StageSchedule = "1f1b"
+
+
 class EngineId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """An engine of the flow: the role whose model it holds, and its kind."""
 
@@ -356,11 +370,11 @@ class Costs(ABC):
         """Return what a token costs; None where only times are known."""
         return None
 
-    def micro_batches(self, engine: EngineId, pool: str, layout: Layout) -> int:
-        """In how many parts a micro-batch of a trainer passes through its stages; 1: there is one stage, or it is not known."""
-        return 1
+    def stage_order(self, engine: EngineId, pool: str, layout: Layout) -> StageOrder:
+        """How micro-batches of a trainer pass through its stages, if it has some and that is known."""
+        return StageOrder()
 
-    def held_parts(self, engine: EngineId, layout: Layout) -> tuple[HeldPart, ...]:
+    def held_parts(self, engine: EngineId, pool: str, layout: Layout) -> tuple[HeldPart, ...]:
         """What the ranks of a trainer hold, those that hold the same together; empty if all hold the same, or it is not known."""
         return ()
 

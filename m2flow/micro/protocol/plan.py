@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from m2flow.errors import PlanError
-from m2flow.micro.protocol.cost_terms import Constant, EngineId, Footprint, HeldPart, Layout
+from m2flow.micro.protocol.cost_terms import Constant, EngineId, Footprint, HeldPart, Layout, StageSchedule
 from m2flow.spec import WeightTransport
 
 Mode = Literal["time-shared", "split", "hybrid"]
@@ -52,6 +52,10 @@ class Placement(msgspec.Struct, frozen=True):
 
     micro_batches: int = 1
     """Parts in which a micro-batch of a trainer passes through its stages."""
+    vpp: int = 1
+    """Chunks of layers that each of its stages has, in turns."""
+    schedule: StageSchedule = "1f1b"
+    """The order in which its stages compute."""
 
     @property
     def devices(self) -> range:
@@ -182,14 +186,18 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """Whether a trainer's optimiser is in the host's memory."""
     micro_batches: int = 1
     """Parts in which a micro-batch of a trainer passes through its stages."""
+    vpp: int = 1
+    """Chunks of layers that each of its stages has, in turns."""
+    schedule: StageSchedule = "1f1b"
+    """The order in which its stages compute."""
     is_searched: bool = False
     """Whether a search chose these degrees of a trainer, those that are 1 too."""
 
     @property
-    def planned(self) -> dict[str, int | bool]:
+    def planned(self) -> dict[str, int | bool | str]:
         """What a plan says of a trainer's layout, beyond one device."""
         plain = EngineSlot(self.role, self.kind, self.engine)
-        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute", "micro_batches", "is_searched")
+        names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute", "micro_batches", "vpp", "schedule", "is_searched")
         return {name: value for name in names if (value := getattr(self, name)) != getattr(plain, name)}
 
     @property
@@ -572,7 +580,9 @@ def _degrees(slot: EngineSlot) -> str:
 
 
 def _passes(slot: EngineSlot) -> str:
-    return f", micro-batches in {slot.micro_batches} parts" if slot.micro_batches > 1 else ""
+    parts = f", micro-batches in {slot.micro_batches} parts" if slot.micro_batches > 1 else ""
+    chunks = f", {slot.vpp} chunks of layers a stage" if slot.vpp > 1 else ""
+    return parts + chunks + f", {slot.schedule}" * (slot.schedule != "1f1b")
 
 
 def _how(stage: Stage) -> str:

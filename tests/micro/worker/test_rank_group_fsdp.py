@@ -17,10 +17,15 @@ from safetensors.torch import load_file
 from tiny_models import save_config
 
 from m2flow import AdamW, Balance, Dataset, Lora, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
+from m2flow.engines.registry import train_options
+from m2flow.macro.tracing import anticipate, explore
+from m2flow.micro.lowering.arithmetic import TRACED_STEPS
+from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.records.ledger import read_incidents
 from m2flow.observe.store import read_spans
+from m2flow.planner.planning import question_of
 from m2flow.runner.run import Run, Summary
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
 
 pytestmark = pytest.mark.slow
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
@@ -92,6 +97,32 @@ def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: 
             assert len(of_ranks) == 2
             assert max(of_ranks) < 1.1 * min(of_ranks)
     assert max(map(abs, found["kl"])) > (0 if rank else 1e-6)  # Adapters have moved little so soon.
+
+
+def told_by_a_plan() -> dict[str, Any]:
+    """The options of the trainer on two stages of two GPUs, as a search chooses them."""
+    exploration = explore(sorts, {})
+    pin = PinSpec(num_devices=2, layout=LayoutSpec(pp=2, tp=1, sp=1, dp=1))
+    spec = ClusterSpec(
+        pools={"main": PoolSpec(device="h100", devices_per_node=4)}, rollout=RolloutSpec(engine="sglang"), train=TrainSpec(engine="fsdp")
+    ).model_copy(update={"pin": {"policy.train": pin}})
+    graph = anticipate(sorts, {}, exploration, steps=TRACED_STEPS)
+    choice = question_of(graph, exploration.models, spec).choose()
+    workers = workers_of_choice(choice, spec, "cuda:0")
+    (slot,) = [slot for worker in workers for slot in worker.engines if (slot.role, slot.kind) == ("policy", "train")]
+    return train_options("fsdp", {}, slot.planned)
+
+
+def test_a_run_in_the_order_of_stages_that_a_search_chose_is_the_eager_one(tmp_path: Path) -> None:
+    options = told_by_a_plan()
+    assert options["pp"] == 2
+    assert options.get("vpp", 1) > 1 or options.get("schedule") == "zero-bubble"
+    alone, expected = run(tmp_path, TrainSpec(token_budget=60), "split", 0, eager=True)
+    train = TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=60, options=options)
+    ordered, found = run(tmp_path, train, "split", 0, eager=False)
+    assert ordered.samples_sha256 == alone.samples_sha256
+    for name in ("reward", "total", "loss", "kl", "grad_norm"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @flow
