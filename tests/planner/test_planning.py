@@ -44,7 +44,7 @@ def document() -> dict:
 def test_a_plan_on_pools_says_where_each_call_runs_and_for_how_long(document):
     assert set(document["placement"]) >= {"policy.generate", "policy.update"}
     for place in document["placement"].values():
-        assert set(place) == {"devices", "layout", "micro_batches", "mode"}
+        assert set(place) == {"devices", "layout", "micro_batches", "mode", "schedule", "vpp"}
     assert document["placement"]["policy.generate"]["devices"] == ["main:0"]
     assert document["predicted_step_s"] > 0
     assert sum(document["parts_s"].values()) >= document["predicted_step_s"] * 0.999
