@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
 import tempfile
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 PLACES: list[Callable[[], str]] = []
 """What engines of this process have to say of where they are in a call, in words; empty: in none. Heartbeats carry it. For any thread."""
@@ -30,7 +32,8 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def lines_of(thread: int) -> list[Line]:
-    """Where another thread is, the innermost of its functions first, at most a hundred; empty: it has ended.
+    """Where a thread is, the innermost of its functions first, at most a hundred; empty: it has ended, or the host has no file left.
+    The caller's own is at the call.
 
     The interpreter writes them down in one call, in which no other thread goes on. To follow the frames of `sys._current_frames` from
     here can end the process with SIGSEGV, since the thread leaves them meanwhile (CPython 3.11, its issues 99110 and 111363).
@@ -38,12 +41,23 @@ def lines_of(thread: int) -> list[Line]:
     Args:
         thread: as `threading.get_ident` gives it there.
     """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        written = file.read().decode(errors="replace")
+    try:
+        with _unnamed_file() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            written = file.read().decode(errors="replace")
+    except OSError:  # No file can be had. Who asks is a heartbeat, or already says what is wrong.
+        return []
     lines = next((one[2] for one in _THREAD.finditer(written) if int(one[1], 16) == thread), "")
-    return [Line(_unescaped(one[1]), int(one[2]), _unescaped(one[3])) for one in _LINE.finditer(lines)]
+    found = [Line(_unescaped(one[1]), int(one[2]), _unescaped(one[3])) for one in _LINE.finditer(lines)]
+    return found[1:] if thread == threading.get_ident() else found
+
+
+def _unnamed_file() -> IO[bytes]:
+    """In memory where the host has that: a full disk is no reason to know less."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("m2flow-threads"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _unescaped(name: str) -> str:

@@ -396,7 +396,7 @@ def test_split_sequences_cost_what_gathers_their_keys_and_values_and_keep_them()
         layout = Layout(sp=sp, dp=8 // sp, zero=3)
         for gathers in (False, True):
             given: dict[str, Any] = {"is_trained": True, "recomputes": False, "gathers_keys": gathers}
-            costs[sp, gathers] = train_cost(shape, pool, layout, microbatch_tokens=32768, **given).forward.token_s
+            costs[sp, gathers] = train_cost(shape, pool, layout, microbatch_tokens=32768, **given)[0].forward.token_s
             kept[sp, gathers] = train_footprint(shape, layout, 32768, **given).activations
     width = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * shape.bytes_each
     exposed = (1 - pool.device.hidden) * shape.num_layers * width / pool.between_bytes_s(4)
