@@ -516,7 +516,7 @@ class EventLoop:
         lines = lines_of(self._thread.ident or 0)
         libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
         own = [line for line in lines if "-packages" not in line.file and not line.file.startswith(libraries)]
-        return "{}:{}".format(*(own or lines)[0]) if lines else "its thread has ended"
+        return "{}:{}".format(*(own or lines)[0]) if lines else "where it is, is not known"
 
     def begin(self, episode: _Episode) -> None:
         """Begin an episode; to be called by the loop."""

@@ -32,8 +32,9 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def lines_of(thread: int) -> list[Line]:
-    """Where a thread is, the innermost of its functions first, at most a hundred; empty: it has ended, or the host has no file left.
-    The caller's own is at the call.
+    """Where a thread is, the innermost of its functions first, at most a hundred. The caller's own is at the call.
+
+    Empty: it has ended, or it is not known, where the host has no file left or a hundred threads have begun since.
 
     The interpreter writes them down in one call, in which no other thread goes on. To follow the frames of `sys._current_frames` from
     here can end the process with SIGSEGV, since the thread leaves them meanwhile (CPython 3.11, its issues 99110 and 111363).
@@ -62,4 +63,4 @@ def _unnamed_file() -> IO[bytes]:
 
 def _unescaped(name: str) -> str:
     """A name whose letters beyond ASCII were written by their numbers."""
-    return name.encode().decode("unicode_escape") if "\\" in name else name
+    return name.encode().decode("unicode_escape", errors="replace") if "\\" in name else name

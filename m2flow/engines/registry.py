@@ -89,6 +89,8 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+ONE_LAYOUT = ("megatron",)
+"""Trainers that have one layout in a worker, chunks of stages included: their groups are those of the process."""
 ONE_F_ONE_B: Final = "1f1b"
 ZERO_BUBBLE: Final = "zero-bubble"
 """Orders in which the stages of a trainer compute: values of its option `schedule`."""

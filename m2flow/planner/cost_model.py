@@ -53,7 +53,7 @@ from typing import ParamSpec, TypeVar, final
 import msgspec
 
 from m2flow.engines.contract import ParallelLayouts
-from m2flow.engines.registry import LOGPROB_TOKENS, held_by_ranks, train_options
+from m2flow.engines.registry import LOGPROB_TOKENS, ONE_LAYOUT, held_by_ranks, train_options
 from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.protocol.cost_terms import (
     Arithmetic,
@@ -207,7 +207,10 @@ def activations_of(
     whole = layers * layer if is_trained else 0.0
     kept = layers * tokens * shape.hidden * each if is_trained and recomputes else whole
     gathered = 2 * shape.largest_block(layout.ep) / layout.tp * each if layout.zero >= 3 else 0.0
-    return Activations(kept, whole if recomputes else 0.0, max(layer, head), gathered)
+    # What is put off of a chunk is added up whole, once as computed and once in float32 to be sent.
+    linear = shape.num_parameters - shape.expert_parameters - shape.vocab * shape.hidden * (1 if shape.is_tied else 2)
+    sums = (each + 4) * linear * layers / shape.num_layers / layout.tp if is_trained else 0.0
+    return Activations(kept, whole if recomputes else 0.0, max(layer, head), gathered, sums)
 
 
 # ---- decoding
@@ -748,6 +751,8 @@ class ModelledCosts(Costs):
         """What the spec's options or pin say of the order of stages."""
         options, pin = self._spec.train.options, self._pin(engine).layout
         found = {name: options.get(name) or getattr(pin, name) for name in _OF_STAGES}
+        if self._spec.train.engine in ONE_LAYOUT and sum(one.kind == "train" for one in self._workload.engines) > 1:
+            found["vpp"] = found["vpp"] or 1
         return {name: value for name, value in found.items() if value is not None}
 
     @_memoised

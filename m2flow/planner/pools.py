@@ -729,9 +729,12 @@ class Activations(msgspec.Struct, frozen=True):
     """Of the layer or the head that is being computed."""
     gathered: float
     """Weights, of whatever part."""
+    sums: float = 0.0
+    """Gradients of the stage's weights before they are shared out, where they are put off: a chunk's at once."""
 
     def num_bytes(self, passes: Passes) -> float:
-        return max(self.kept * passes.share, self.put_off * passes.put_off_share) + self.at_work * passes.part + self.gathered
+        sums = self.sums / passes.chunks if passes.put_off else 0.0
+        return max(self.kept * passes.share, self.put_off * passes.put_off_share) + self.at_work * passes.part + self.gathered + sums
 
 
 class StageWork(msgspec.Struct, frozen=True):

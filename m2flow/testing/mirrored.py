@@ -74,6 +74,7 @@ class Followers:
         with _path_for_others():
             for rank in range(1, self.count + 1):
                 mine, theirs = self._context.Pipe()
+                (self._stacks / f"rank-{rank}").unlink(missing_ok=True)
                 arguments = (theirs, self._environment, self._stacks / f"rank-{rank}")
                 process = self._context.Process(target=_serve_rank, args=arguments, daemon=True)
                 process.start()

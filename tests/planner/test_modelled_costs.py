@@ -524,6 +524,18 @@ def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
     assert [bubble_share(without, weights=share) for share in (0.5, 0.0)] == pytest.approx([2 / 3, 1])
 
 
+def test_trainers_of_a_worker_have_as_many_chunks_where_their_groups_are_those_of_the_process() -> None:
+    """A reference has nothing to gain from several; a policy beside it with several would be refused by the run."""
+
+    def chunks(engine: str, options: Mapping[str, object]) -> list[int]:
+        asked = costs(device="h200", train=TrainSpec(engine=engine, token_budget=65_536, options=dict(options)))
+        return [asked.stage_order(one, "main", Layout(pp=4, dp=2, zero=1)).vpp for one in (TRAIN, REFERENCE)]
+
+    assert chunks("megatron", {}) == [1, 1]
+    assert chunks("megatron", {"vpp": 7}) == [7, 7]
+    assert chunks("fsdp", {"schedule": "1f1b"}) == [7, 1], "each of its trainers has groups of its own"
+
+
 def forwards(options: Mapping[str, object], tokens: int, *, is_free: bool = False) -> dict[str, float]:
     """Seconds in which a trainer `fsdp` on two nodes computes log-probabilities of so many tokens at once, by layout."""
     asked = costs(device="h100", nodes=2, train=TrainSpec(engine="fsdp", token_budget=16_384, options=dict(options)))
@@ -538,9 +550,9 @@ def forwards(options: Mapping[str, object], tokens: int, *, is_free: bool = Fals
 
 def test_forward_passes_through_stages_wait_for_them_once_a_call_and_the_wait_moves_a_choice() -> None:
     few, many = 2**17, 2**22
-    chosen = [min(found := forwards({}, tokens), key=found.__getitem__) for tokens in (few, many)]
+    chosen = [min(found := forwards(PLAIN, tokens), key=found.__getitem__) for tokens in (few, many)]
     assert chosen == ["dp16xzero3", "pp2xdp8xzero3"], "a few runs are mostly waited for; of many, the gathering of weights weighs more"
-    free = [min(found := forwards({}, tokens, is_free=True), key=found.__getitem__) for tokens in (few, many)]
+    free = [min(found := forwards(PLAIN, tokens, is_free=True), key=found.__getitem__) for tokens in (few, many)]
     assert free == ["pp2xdp8xzero3"] * 2
 
 

@@ -287,9 +287,13 @@ def test_put_off_gradients_keep_what_recomputing_would_drop_and_chunks_keep_more
         return trained({"micro_batches": 8, **PLAIN, **options}).footprint(TRAIN, "main", PIPELINE).activations
 
     late = {"schedule": "zero-bubble"}
-    assert kept(late) == kept({})  # The last stage puts off what the first has in flight.
+    # The last stage puts off what the first has in flight. Gradients of a chunk are whole until they are sent, in bfloat16 and in float32.
+    shape = shape_named("Qwen2.5-7B")
+    linear = (shape.num_parameters - 2 * shape.vocab * shape.hidden) / PIPELINE.pp
+    assert kept(late) == pytest.approx(kept({}) + 6 * linear, rel=1e-6)
+    assert kept({**late, "vpp": 7}) - kept({"vpp": 7}) == pytest.approx(6 * linear / 7, rel=1e-6)
     assert kept({"recompute": True}) < 0.5 * kept({})
-    assert kept({"recompute": True, **late}) == pytest.approx(kept({}), rel=1e-6)
+    assert kept({"recompute": True, **late}) == pytest.approx(kept({}) + 6 * linear, rel=1e-6)
     assert kept({}) < kept({"vpp": 7}) < kept({"vpp": 2})
 
 

@@ -151,7 +151,7 @@ class Course:
         work = ", ".join(filter(None, (call, work)))
         line = next((line for line in lines_of(self._thread) if not line.file.endswith(_BETWEEN)), None)
         if line is None:
-            return Place(work, "?", for_s, False)
+            return Place(work, "?", for_s, True)  # Not known, so nobody is told that it hangs.
         at = f"{line.function} ({os.path.basename(line.file)}:{line.number})"
         return Place(work, at, for_s, _is_of(_COLLECTIVES, line.file) and not _is_of(_ALONE, line.file))
 

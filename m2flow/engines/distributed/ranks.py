@@ -164,6 +164,7 @@ class Ranks:
             dist.init_process_group(backend, rank=self.rank, world_size=self.count, timeout=_WAIT, **where)
         except (RuntimeError, ValueError, OSError) as error:
             sys.excepthook = self._hooks.pop()
+            SharedGloo.devices.clear()
             # torch has counted the group that did not come about, and the store's keys have that number: later ranks would wait for others.
             dist.distributed_c10d._world.group_count = 0
             missing = [str(rank) for rank in range(self.count) if store is not None and not store.check([_HERE.format(rank)])]
