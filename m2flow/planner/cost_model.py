@@ -751,8 +751,8 @@ class ModelledCosts(Costs):
         """What the spec's options or pin say of the order of stages."""
         options, pin = self._spec.train.options, self._pin(engine).layout
         found = {name: options.get(name) or getattr(pin, name) for name in _OF_STAGES}
-        if self._spec.train.engine in ONE_LAYOUT and sum(one.kind == "train" for one in self._workload.engines) > 1:
-            found["vpp"] = found["vpp"] or 1
+        if self._spec.train.engine in ONE_LAYOUT and any(shape.adapter_parameters for shape in self._shapes.values()):
+            found["vpp"] = found["vpp"] or 1  # A policy lends its weights to references in its worker, which have its layout.
         return {name: value for name, value in found.items() if value is not None}
 
     @_memoised

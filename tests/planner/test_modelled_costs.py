@@ -524,16 +524,18 @@ def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
     assert [bubble_share(without, weights=share) for share in (0.5, 0.0)] == pytest.approx([2 / 3, 1])
 
 
-def test_trainers_of_a_worker_have_as_many_chunks_where_their_groups_are_those_of_the_process() -> None:
-    """A reference has nothing to gain from several; a policy beside it with several would be refused by the run."""
+def test_a_reference_to_which_a_policy_lends_its_weights_has_as_many_chunks_where_groups_are_those_of_the_process() -> None:
+    plain = shape_named("Qwen2.5-7B")
 
-    def chunks(engine: str, options: Mapping[str, object]) -> list[int]:
-        asked = costs(device="h200", train=TrainSpec(engine=engine, token_budget=65_536, options=dict(options)))
+    def chunks(engine: str, policy: ModelShape, options: Mapping[str, object]) -> list[int]:
+        spec = costs(device="h200", train=TrainSpec(engine=engine, token_budget=65_536, options=dict(options))).spec
+        asked = ModelledCosts(spec, step(), {"policy": policy, "reference": plain}, {"": LONG})
         return [asked.stage_order(one, "main", Layout(pp=4, dp=2, zero=1)).vpp for one in (TRAIN, REFERENCE)]
 
-    assert chunks("megatron", {}) == [1, 1]
-    assert chunks("megatron", {"vpp": 7}) == [7, 7]
-    assert chunks("fsdp", {"schedule": "1f1b"}) == [7, 1], "each of its trainers has groups of its own"
+    assert chunks("megatron", adapted(plain, Lora(rank=8)), {}) == [1, 1]
+    assert chunks("megatron", plain, {}) == [7, 1], "one has nothing to gain; they get workers of their own"
+    assert chunks("megatron", plain, {"vpp": 7}) == [7, 7]
+    assert chunks("fsdp", adapted(plain, Lora(rank=8)), {"schedule": "1f1b"})[0] > 1, "each of its trainers has groups of its own"
 
 
 def forwards(options: Mapping[str, object], tokens: int, *, is_free: bool = False) -> dict[str, float]:

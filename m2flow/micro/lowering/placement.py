@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from m2flow.engines.registry import engines
+from m2flow.engines.registry import ONE_LAYOUT, engines
 from m2flow.errors import PlanError, SpecError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.capabilities import can_stay_resident
@@ -387,7 +387,7 @@ def workers_of_choice(choice: Choice, spec: ClusterSpec, device: str, *, determi
         PlanError: two placements have a device in common and take no turns with it.
     """
     _check_overlaps(choice.placements)
-    slots: dict[tuple[str, _Place, str], list[EngineSlot]] = {}
+    slots: dict[tuple[str, _Place, str, tuple[int, ...]], list[EngineSlot]] = {}
     threads: dict[_Place, int] = {}
     of_trainer: dict[_Place, int] = {}  # In a pool one rank for each device; on this machine as many as the layout has replicas.
     turns = _turns(choice.placements)
@@ -407,14 +407,14 @@ def workers_of_choice(choice: Choice, spec: ClusterSpec, device: str, *, determi
                 placement.onload_at,
             )
             laid = degrees_as_placed(slot, placement, spec)
-            slots.setdefault((placement.engine.kind, place, lease), []).append(laid)
+            slots.setdefault((placement.engine.kind, place, lease, _groups_of(laid)), []).append(laid)
             if placement.engine.kind == "train":
                 of_trainer[place] = place[2] - place[1] if spec.pools else placement.layout.dp
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
     workers = []
     count = {"rollout": 0, "train": 0, "device": 0}
-    for (kind, place, lease), own_slots in slots.items():
-        other = ("train" if kind == "rollout" else "rollout", place, lease)
+    for (kind, place, lease, _), own_slots in slots.items():
+        other = ("train" if kind == "rollout" else "rollout", place, lease, ())
         is_one_process = bool(lease) and other in slots and _has_one_process(place, spec)
         if is_one_process and kind == "train":
             continue  # Its engines join the worker of the rollout engines on the same devices.
@@ -428,6 +428,14 @@ def workers_of_choice(choice: Choice, spec: ClusterSpec, device: str, *, determi
         count[name] += 1
     functions = (EngineSlot("*", "function", "python"),)
     return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
+
+
+def _groups_of(slot: EngineSlot) -> tuple[int, ...]:
+    """What the groups of a trainer's ranks are made by, if those of a process are the same for all of its trainers."""
+    if slot.kind != "train" or slot.engine not in ONE_LAYOUT:
+        return ()
+    degrees = slot.tp, slot.pp, slot.sp, slot.ep, slot.vpp
+    return degrees if max(degrees) > 1 else ()
 
 
 def _has_one_process(place: _Place, spec: ClusterSpec) -> bool:

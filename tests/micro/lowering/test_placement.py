@@ -10,7 +10,7 @@ from m2flow.errors import PlanError
 from m2flow.micro.lowering.placement import workers_of_choice
 from m2flow.micro.protocol.cost_terms import EngineId, Layout
 from m2flow.micro.protocol.plan import Choice, Placement, WorkerPlan
-from m2flow.spec import ClusterSpec, PoolSpec
+from m2flow.spec import ClusterSpec, PoolSpec, TrainSpec
 
 ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")
 REFERENCE = EngineId("reference", "train")
@@ -25,6 +25,17 @@ def test_each_replica_of_a_rollout_engine_is_a_worker_and_a_trainer_is_one() -> 
     workers = placed(placement(ROLLOUT, 0, 4, Layout(tp=2, dp=2)), placement(TRAIN, 4, 4, Layout(dp=4, zero=3)))
     assert [(w.name, w.device) for w in workers] == [("rollout-0", "h100[0:2]"), ("rollout-1", "h100[2:4]"), ("train-0", "h100[4:8]")]
     assert all(not w.lease for w in workers)
+
+
+def test_trainers_of_one_place_share_a_worker_unless_groups_of_a_process_are_those_of_one_layout() -> None:
+    layouts = {"policy": Layout(tp=4, pp=2), "reference": Layout(tp=8), "critic": Layout(tp=4, pp=2)}
+    placements = [placement(EngineId(role, "train"), 0, 8, layout, "L0") for role, layout in layouts.items()]
+    found = {}
+    for engine in ("megatron", "fsdp"):
+        workers = placed(*placements, spec=EIGHT.model_copy(update={"train": TrainSpec(engine=engine)}))
+        found[engine] = [(w.lease, [slot.role for slot in w.engines]) for w in workers]
+    assert found["megatron"] == [("L0", ["policy", "critic"]), ("L0", ["reference"])]
+    assert found["fsdp"] == [("L0", ["policy", "reference", "critic"])]
 
 
 def test_engines_that_take_turns_on_many_devices_are_processes_with_one_lease() -> None:
