@@ -62,6 +62,11 @@ class Away(msgspec.Struct, frozen=True):
     episode_s: float = 0.0
     """Seconds that it waits besides: for prefill there, and for the ways there and back."""
 
+    @property
+    def own(self) -> float:
+        """The share of the tokens that is decoded here."""
+        return 1.0 - self.share
+
 
 class CallLoad(msgspec.Struct, frozen=True):
     """A call of the step with its sizes."""
@@ -392,14 +397,9 @@ class Draw:
         """Cumulative lengths: of the longest sample, of the two longest, and so on."""
         return np.cumsum(self._ascending[::-1], dtype=np.float64)
 
-    @property
-    def _own(self) -> float:
-        """The share of the tokens that is decoded here."""
-        return 1.0 - self.away.share
-
     def longest_alone_s(self, ways: Instances) -> FloatArray:
         """Lower bound of the longest sample, whose tokens are sequential: (t0 + t1) L."""
-        return (ways.step_s + ways.sample_s) * int(self.responses.max(initial=0)) * self._own
+        return (ways.step_s + ways.sample_s) * int(self.responses.max(initial=0)) * self.away.own
 
     def k_longest_s(self, ways: Instances) -> FloatArray:
         """The k-longest bound, max_k (L1 + ... + Lk) / R_k: the k longest samples at the best rate for k samples, with free migration.
@@ -413,18 +413,18 @@ class Draw:
         rest = active - whole * ways.num[:, None]
         t0, t1 = ways.step_s[:, None], ways.sample_s[:, None]
         rates = rest * (whole + 1) / (t0 + t1 * (whole + 1)) + (ways.num[:, None] - rest) * whole / (t0 + t1 * whole)
-        return np.asarray((tokens[None, :] / rates).max(axis=1)) * self._own
+        return np.asarray((tokens[None, :] / rates).max(axis=1)) * self.away.own
 
     def seconds(self, ways: Instances) -> FloatArray:
         """Seconds of the rollout for each way."""
         if id(ways) in self._known:
             return self._known[id(ways)][1]
         tokens, longest = float(self.responses.sum()), float(self.responses.max(initial=0))
-        even = (ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num) * self._own
+        even = (ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num) * self.away.own
         decode = np.maximum(even, self.k_longest_s(ways))
         if waits_s := longest * self.away.token_s + self.away.episode_s:
             each = np.minimum(tokens / ways.num, longest * ways.max_running)
-            decode = np.maximum(decode, (ways.step_s * longest + ways.sample_s * each) * self._own + waits_s)
+            decode = np.maximum(decode, (ways.step_s * longest + ways.sample_s * each) * self.away.own + waits_s)
         each = self.responses.size / ways.num
         handovers = np.minimum(each, np.divide(decode, ways.gather_s, out=np.full_like(decode, np.inf), where=ways.gather_s > 0))
         seconds = np.asarray(decode + self.prefill_s(ways) + each * ways.enter_leave_s + handovers * ways.handover_s)
@@ -501,7 +501,7 @@ class BatchTimes:
         longest = float(np.mean([draw.responses.max(initial=0) for draw in self.draws]))
         away = self.draws[0].away
         waits_s = longest * away.token_s + away.episode_s
-        return np.asarray((ways.step_s + ways.sample_s * share) * longest * (1.0 - away.share) + waits_s)
+        return np.asarray((ways.step_s + ways.sample_s * share) * longest * away.own + waits_s)
 
     def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
         """Start of the linear release that is nowhere earlier than the true one, in chunks of whole groups, [ways, chunks]."""

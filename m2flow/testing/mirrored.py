@@ -97,7 +97,7 @@ class Followers:
             InternalError: the process of a rank has ended.
         """
         for rank, end in enumerate(self._ends, 1):
-            with self._ended(rank):
+            with self._naming_its_end(rank):
                 end.send_bytes(cloudpickle.dumps((rank, engine, method, arguments)))
 
     def wait(self) -> list[str]:
@@ -111,7 +111,7 @@ class Followers:
                 raise InternalError(f"rank {rank} is not where the others are: it did not do what the first one did")
         found = []
         for rank, end in enumerate(self._ends, 1):
-            with self._ended(rank):
+            with self._naming_its_end(rank):
                 found.append(str(end.recv()))
         return found
 
@@ -120,7 +120,7 @@ class Followers:
         return "; ".join(self._end_of(rank) for rank, process in enumerate(self._processes, 1) if process.exitcode is not None)
 
     @contextlib.contextmanager
-    def _ended(self, rank: int) -> Iterator[None]:
+    def _naming_its_end(self, rank: int) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError) as error:
@@ -307,18 +307,16 @@ class Mirrored(TrainEngine):
 
     def _gathered(self, method: str) -> Iterator[tuple[str, Tensor]]:
         self._followers.tell(self._number, method)
-        try:
+        with self._naming_who_ended():
             found = list(getattr(self._own, method)())
-        except Exception as error:
-            self._ended(error)
-            raise
         self._heard(method)
         return iter(found)
 
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
         assert isinstance(source, Mirrored)
         self._followers.tell(self._number, "copy_from", source._number, share)
-        self._own.copy_from(source._own, share)
+        with self._naming_who_ended():
+            self._own.copy_from(source._own, share)
         self._heard("copy_from")
 
     def adapter_reference(self, role: str, model: Model) -> TrainEngine:
@@ -326,7 +324,8 @@ class Mirrored(TrainEngine):
         other._place = self._place / "beside"
         other._number = id(other)
         self._followers.tell(self._number, "adapter_reference", role, model, other._number)
-        other._own = _not_none(self._own.adapter_reference(role, model))
+        with self._naming_who_ended():
+            other._own = _not_none(self._own.adapter_reference(role, model))
         self._heard("adapter_reference")
         return other
 
@@ -350,25 +349,28 @@ class Mirrored(TrainEngine):
     def _on_all_ranks(self, method: str, *arguments: object) -> Any:
         """Call a method on all ranks; returns rank 0's result, or raises its error if every rank raises."""
         self._followers.tell(self._number, method, *arguments)
-        try:
-            result = getattr(self._own, method)(*arguments)
-        except M2FlowError:
-            if not all(self._followers.wait()):
-                raise InternalError(f"{method} failed on rank 0 and not on all others") from None
-            raise
-        except Exception as error:
-            self._ended(error)
-            raise
+        with self._naming_who_ended():
+            try:
+                result = getattr(self._own, method)(*arguments)
+            except M2FlowError:
+                if not all(self._followers.wait()):
+                    raise InternalError(f"{method} failed on rank 0 and not on all others") from None
+                raise
         self._heard(method)
         return result
 
-    def _ended(self, error: Exception) -> None:
-        """Raise which rank's process has ended, if that may be why rank 0 has failed: one that is killed takes a moment to end."""
-        deadline = time.monotonic() + 1
-        while not (ended := self._followers.ended()) and is_of_a_collective(error) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if ended:
-            raise InternalError(ended) from error
+    @contextlib.contextmanager
+    def _naming_who_ended(self) -> Iterator[None]:
+        """Raise which rank's process has ended, if that may be why rank 0 fails: one that is killed takes a moment to end."""
+        try:
+            yield
+        except Exception as error:
+            deadline = time.monotonic() + 1
+            while not (ended := self._followers.ended()) and is_of_a_collective(error) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if ended:
+                raise InternalError(ended) from error
+            raise
 
     def _heard(self, method: str) -> None:
         if any(words := self._followers.wait()):

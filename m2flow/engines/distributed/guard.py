@@ -145,7 +145,7 @@ class Course:
 
     def place(self) -> Place | None:
         """Where the rank is at this moment; None: in no call. For any thread."""
-        call, work, for_s = self._call, self._work, time.monotonic() - self._since_s
+        call, work, for_s = self._call, self._work, self.for_s
         if not call:
             return None
         work = ", ".join(filter(None, (call, work)))

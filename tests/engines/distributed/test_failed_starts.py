@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from followed import num_group_threads
 from tiny_models import CONFIGS, VOCABULARY, write_model
 
 from m2flow.channels.weights import Publisher, WeightOptions
@@ -180,17 +181,13 @@ def test_a_follower_whose_process_ends_in_a_pass_is_named_with_how_and_where_and
             assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
 
 
-def num_threads_of_gloo() -> int:
-    return sum(path.read_text().startswith("gloo") for path in Path("/proc/self/task").glob("*/comm"))
-
-
 def test_the_groups_of_a_process_share_a_device_which_ends_with_the_last_trainer(model: Model) -> None:
     gc.collect()
-    before = num_threads_of_gloo()  # Of an earlier test whose engine may still be referred to.
+    before = num_group_threads("gloo_tcp")  # Of an earlier test whose engine may still be referred to.
     with closing(Followers(1)) as followers:
         for _ in range(2):
             with started(Mirrored(ReplicatedTrain, model, EngineSettings(), followers)) as engine:
                 with started(Mirrored(ReplicatedTrain, model, EngineSettings(), followers)):
-                    assert num_threads_of_gloo() == before + 1
+                    assert num_group_threads("gloo_tcp") == before + 1
                 assert engine.accumulate(samples(VOCABULARY), PPO).num_tokens
-            assert num_threads_of_gloo() == before
+            assert num_group_threads("gloo_tcp") == before

@@ -26,6 +26,7 @@ from adapted_trainers import (
     check_what_was_copied_of_a_policy_is_in_a_checkpoint,
 )
 from faulty import Fault, check_a_gradient_that_lacks_a_pass_is_not_applied, check_each_fault_is_an_error_on_all_and_all_go_on
+from followed import num_group_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_models import small
@@ -267,12 +268,6 @@ def test_layers_that_are_computed_again_keep_nothing_else_and_give_the_same_numb
 def test_an_option_recompute_that_is_no_answer_is_refused(model: Model, followers: Followers) -> None:
     with pytest.raises(EngineError, match="the option recompute of the train engine 'fsdp' is 'full'"):
         Mirrored(FsdpTrain, model, EngineSettings(options={"recompute": "full"}), followers).start()
-
-
-def num_group_threads() -> int:
-    """Threads of this process that are those of process groups. The kernel has names of 15 characters."""
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum("gloo" in name for name in names)
 
 
 def test_trainers_that_have_stopped_leave_no_threads_of_their_groups(model: Model, followers: Followers) -> None:
