@@ -1,6 +1,6 @@
 """How close thousands of episodes with waiting tools come to a bound that no schedule can beat, and to the same loop in plain asyncio.
 
-    python benchmarks/agents.py [--episodes 2000] [--slots 256] [--step-ms 40] [--wait-s 1] [--rounds 1]
+    python benchmarks/agents.py [--episodes 2000] [--slots 256] [--step-ms 40] [--cache TOKENS] [--wait-s 1] [--rounds 1]
 
 Each episode has two to six turns of 8 to 128 tokens (geometric, mean 32), and between two turns a tool that waits for an exponential time.
 The engine takes a given time, as an inference server does (`sides/paced.py`), and computes nothing: what a run takes beyond it is the
@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -177,11 +178,11 @@ class Ran(NamedTuple):
     most_at_once: int
 
 
-def planned(options: dict[str, float | int | str | bool], num: int, wait_s: float, max_running: int, folder: Path) -> Ran:
+def planned(options: dict[str, float | int | str | bool], slots: int, num: int, wait_s: float, chunk: int | None, folder: Path) -> Ran:
     """A run of the flow."""
     told = folder / f"told-{time.time_ns()}.json"
     spec = ClusterSpec(
-        placement="split", rollout=RolloutSpec(engine="paced", max_running=max_running, options={**options, "told": str(told)})
+        placement="split", rollout=RolloutSpec(engine="paced", max_running=slots, chunk=chunk, options={**options, "told": str(told)})
     )
     run = Run(episodes, {"num": num, "wait_s": wait_s}, spec, RunSettings(runs_dir=str(folder)))
     run.execute()
@@ -207,7 +208,7 @@ def new_tokens() -> tuple[Callable[[int], int], int]:
     return first, 1 + len(language.encode_target(language.conversation([{"role": "tool", "content": _RESULT}], ())))
 
 
-def bound_of(num: int, wait_s: float, options: dict[str, float | int | str | bool]) -> dict[str, float]:
+def bound_of(num: int, wait_s: float, slots: int, options: dict[str, float | int | str | bool]) -> dict[str, float]:
     """The times that no schedule can beat."""
     step_s, prefill_s = float(options["step_ms"]) / 1e3, float(options["prefill_us"]) / 1e6
     first, bridge = new_tokens()
@@ -218,13 +219,13 @@ def bound_of(num: int, wait_s: float, options: dict[str, float | int | str | boo
         own, own_wait_s = sum(turn.num_tokens for turn in turns), sum(turn.wait_s for turn in turns)
         tokens, new, waits = tokens + own, new + own_new, waits + own_wait_s
         longest = max(longest, own * step_s + own_new * prefill_s + own_wait_s)
-    decode_s = tokens / int(options["slots"]) * step_s + new * prefill_s
+    decode_s = tokens / slots * step_s + new * prefill_s
     return {"tokens": tokens, "decode_s": decode_s, "chain_s": longest, "tools_s": waits / _NUM_TOOL_SLOTS}
 
 
-def orders(num: int, wait_s: float, options: dict[str, float | int | str | bool]) -> dict[str, float]:
+def orders(num: int, wait_s: float, slots: int, options: dict[str, float | int | str | bool]) -> dict[str, float]:
     """Seconds of the episodes by the order in which their turns enter the batch, where nothing but the engine takes time."""
-    step_s, prefill_s, slots = float(options["step_ms"]) / 1e3, float(options["prefill_us"]) / 1e6, int(options["slots"])
+    step_s, prefill_s, room = float(options["step_ms"]) / 1e3, float(options["prefill_us"]) / 1e6, int(options["cache"])
     played = [turns_of(number, wait_s) for number in range(num)]
     rest_s = [[sum(turn.num_tokens * step_s + turn.wait_s for turn in turns[at:]) for at in range(len(turns))] for turns in played]
     first, bridge = new_tokens()
@@ -237,6 +238,8 @@ def orders(num: int, wait_s: float, options: dict[str, float | int | str | bool]
         running: list[tuple[int, int, int]] = []  # The step after which a turn is over, its episode, and which turn it is.
         away: list[tuple[float, int, int]] = []  # When a turn comes.
         now_s, num_steps, num_left = 0.0, 0, num
+        contexts, num_kept = [0] * num, 0
+        cache: OrderedDict[int, int] = OrderedDict()
         while num_left:
             while away and away[0][0] <= now_s:
                 _, number, at = heapq.heappop(away)
@@ -245,17 +248,25 @@ def orders(num: int, wait_s: float, options: dict[str, float | int | str | bool]
             while waiting and len(running) < slots:
                 _, _, number, at = heapq.heappop(waiting)
                 heapq.heappush(running, (num_steps + played[number][at].num_tokens, number, at))
-                num_new += bridge if at else firsts[number]
+                new, kept = bridge if at else firsts[number], cache.pop(number, 0)
+                num_new += new + contexts[number] - kept
+                contexts[number] += new
+                num_kept += contexts[number] - kept
             if not running:
                 now_s = away[0][0]
                 continue
             now_s, num_steps = now_s + step_s + num_new * prefill_s, num_steps + 1
             while running and running[0][0] <= num_steps:
                 _, number, at = heapq.heappop(running)
+                contexts[number] += played[number][at].num_tokens
+                num_kept += played[number][at].num_tokens
+                cache[number] = contexts[number]
                 if at + 1 == len(played[number]):
                     num_left -= 1
                 else:
                     heapq.heappush(away, (now_s + played[number][at].wait_s, number, at + 1))
+            while num_kept > room and cache:
+                num_kept -= cache.popitem(last=False)[1]
         return now_s
 
     ranks: dict[str, Callable[[int, int], float]] = {
@@ -275,15 +286,15 @@ def main() -> None:
     parser.add_argument("--prefill-us", type=float, default=5.0)
     parser.add_argument("--cache", type=int, default=2_000_000, help="tokens")
     parser.add_argument("--wait-s", type=float, default=1.0, help="mean wait in a tool")
-    parser.add_argument("--max-running", type=int, help="of the cluster spec; by default all episodes")
+    parser.add_argument("--chunk", type=int, help="of the cluster spec: most episodes at once in the instance")
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     options: dict[str, float | int | str | bool] = {
-        "slots": args.slots, "step_ms": args.step_ms, "prefill_us": args.prefill_us, "cache": args.cache,
+        "step_ms": args.step_ms, "prefill_us": args.prefill_us, "cache": args.cache,
     }  # fmt: skip
-    bound = bound_of(args.episodes, args.wait_s, options)
+    bound = bound_of(args.episodes, args.wait_s, args.slots, options)
     bound_s = max(bound["decode_s"], bound["chain_s"], bound["tools_s"])
-    by_order = orders(args.episodes, args.wait_s, options)
+    by_order = orders(args.episodes, args.wait_s, args.slots, options)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         environment = registered(Path(folder))
@@ -291,8 +302,8 @@ def main() -> None:
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
         for _ in range(args.rounds):
             load = os.getloadavg()[0]
-            ran = planned(options, args.episodes, args.wait_s, args.max_running or args.episodes, Path(folder))
-            engine = PacedRollout(Model("fake"), EngineSettings(options=options))
+            ran = planned(options, args.slots, args.episodes, args.wait_s, args.chunk, Path(folder))
+            engine = PacedRollout(Model("fake"), EngineSettings(options=options, max_running=args.slots))
             plain_s = asyncio.run(plain(engine, args.episodes, args.wait_s))
             rounds.append({
                 "episodes_s": round(ran.episodes_s, 2),

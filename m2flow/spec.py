@@ -80,7 +80,8 @@ class RolloutSpec(_Strict):
     max_running: int = Field(default=256, ge=1, le=_MOST_SAMPLES)
     """Most samples that an instance decodes in one batch."""
     chunk: int | None = Field(default=None, ge=1, le=_MOST_SAMPLES)
-    """Most samples in one task; by default as many as fit `max_running`."""
+    """Most samples that an instance holds at once; by default `max_running`, and eight times as many episodes, so that it decodes some
+    while others wait for tools."""
     policy: tuple[str, ...] = ()
     """Scheduling policies: which sample goes first, to which engine, and how many at once. Names of docs/guide/rollout-scheduling.md, or
     FILE.py:CLASS of your own. Several go together. By default first come, first served, whole groups side by side; with `difficulty`,

@@ -2,8 +2,9 @@
 
 It computes nothing, so that what a run takes beyond the engine's time is the runtime's. It decodes as an inference server does, on a thread
 of its own that waits for nobody: a request joins the batch at the next step after it came, and `step` waits until the step that runs is
-over. A turn has as many tokens as it asks for. The last context of each sample stays cached, up to `cache` tokens in all, the oldest ones
-go first. When it stops, it writes what it did to the file `told`. `registered` writes the entry point by which m2flow finds it.
+over. A turn has as many tokens as it asks for. Its cache has `cache` tokens: the contexts of what runs, and the last ones of other samples,
+of which the oldest go first. When it stops, it writes what it did to the file `told`. `registered` writes the entry point by which m2flow
+finds it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _BETWEEN_STEPS_S = 0.001
 
 
 class PacedRollout(RolloutEngine):  # type: ignore[misc]
-    """Options: `slots`, `step_ms`, `prefill_us` a token, `cache` in tokens, `told`."""
+    """Decodes `max_running` at once. Options: `step_ms`, `prefill_us` a token, `cache` in tokens, `told`."""
 
     name = "paced"
     capabilities = Capabilities("rollout", self_paced=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         options = settings.options
-        self._slots = int(str(options["slots"]))
+        self._slots = settings.max_running
         self._step_s, self._prefill_s = float(str(options["step_ms"])) / 1e3, float(str(options["prefill_us"])) / 1e6
         self._room, self._told = int(str(options["cache"])), str(options.get("told", ""))
         self._queue: OrderedDict[int, Request] = OrderedDict()
@@ -51,6 +52,7 @@ class PacedRollout(RolloutEngine):  # type: ignore[misc]
         self._done: list[Generated] = []
         self._cache: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
         self._num_kept = 0
+        """Tokens in the cache, with those of what runs."""
         self._num_steps = self._num_tokens = self._num_prompt = self.num_cached = 0
         self._busy_s = self._idle_s = 0.0
         self._used = 0.0, 0.0
@@ -168,6 +170,8 @@ class PacedRollout(RolloutEngine):  # type: ignore[misc]
             shorter = min(len(kept), len(context))
             differs = np.flatnonzero(kept[:shorter] != context[:shorter])
             num_same = int(differs[0]) if len(differs) else shorter
+        self._num_kept += len(context)
+        self._evict()
         self._num_prompt += len(context)
         self.num_cached += num_same
         return len(context) - num_same
@@ -179,17 +183,21 @@ class PacedRollout(RolloutEngine):  # type: ignore[misc]
         prompt = np.asarray(request.prompt, np.int32)
         context = np.concatenate([prompt, tokens])
         self._cache[packed] = context
-        self._num_kept += len(context)
-        while self._num_kept > self._room:
-            self._num_kept -= len(self._cache.popitem(last=False)[1])
+        self._num_kept += len(tokens)
+        self._evict()
         logprobs, none = np.full(count, -1.0, np.float32), np.zeros(count, np.int32)
         return Generated(packed, prompt, tokens, logprobs, none, np.zeros(count, np.bool_), finish, decode_fake(tokens.tolist()))
+
+    def _evict(self) -> None:
+        while self._num_kept > self._room and self._cache:
+            self._num_kept -= len(self._cache.popitem(last=False)[1])
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         with self._changes:
             for packed in (wanted := set(ids)):
                 if (request := self._queue.pop(packed, None)) is not None:
                     self._running[packed] = request, self._num_steps
+                    self._num_kept += len(request.prompt)
             gone = [self._made(packed, Finish.ABORT) for packed in wanted if packed in self._running]
             ended, self._done = [made for made in self._done if made.id in wanted], [made for made in self._done if made.id not in wanted]
             return gone + ended

@@ -22,6 +22,9 @@ there.
 
 A text for a model without a chat template is *raw*: what is said is appended as it stands.
 
+All conversations of an episode, with the record of its turns and tool calls, are its `Transcript`: from it comes the episode's row, and
+from the row of one that was stopped what its agent is answered when it is called again (`Recorded`).
+
 What a tool returns may have the text of a special token in it, which would end its turn and begin another in its name. Such a text gets a
 space after its first character.
 
@@ -35,21 +38,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import typing
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, before_calls, check_family, family_of, harmony_parts, parsed
-from m2flow.engines.contract import Generated, Language
+from m2flow.engines.contract import Generated, Language, Request
 from m2flow.errors import DatasetError
 from m2flow.recipe import History
-from m2flow.samples import MAIN, KeyedWords, Message, Segment, check_prompt
+from m2flow.samples import MAIN, Batch, Finish, KeyedWords, Message, Segment, check_prompt
+
+if TYPE_CHECKING:
+    from m2flow.agents.chat import Asked
 
 _MARK = "m2flow1marker2of3turn"
 _THOUGHT = "m2flow1marker2of3thought"
@@ -468,3 +476,218 @@ class Strand:
 def not_sampled(count: int) -> tuple[list[float], list[int], list[bool]]:
     """Log-probabilities, versions and staleness of tokens that an episode has not sampled."""
     return [0.0] * count, [-1] * count, [False] * count
+
+
+# ---- what an episode has said and done
+
+
+class BranchPoint(NamedTuple):
+    """Where an episode left the one that it is a branch of."""
+
+    turn: int
+    """The first that is its own, from 1."""
+    rng_seed: int
+    """The seed of `chat.rng`, which goes on as in the parent: that of the episode that begins the line of parents."""
+
+
+def _place(name: str) -> tuple[object, ...]:
+    """The place of a conversation in the row: the first one is first, forks follow what they were forked from; never by time."""
+    parts = [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in name.split("/")]
+    return (parts[0] != (1, 0, MAIN), *parts)
+
+
+@final
+class Transcript:
+    """The tokens of an episode, and its record. Worker's side only."""
+
+    def __init__(self) -> None:
+        self.conversations: dict[str, list[Strand]] = {}
+        """By name: the sequences of each, of which the last goes on."""
+        self.tools: dict[str, dict[str, object]] = {}
+        """Key of a tool call -> what it was and what it gave."""
+        self.kept_turns: int | None = None
+        """Turns of a branch's record after which the episode goes another way, so what tools gave later is not known."""
+        self.point: BranchPoint | None = None
+        """Where a branch left its parent."""
+        self.row: int | None = None
+        """Identity of the row that its agent is given, in branches and wherever it goes on too; None: its record does not say."""
+
+    def branched(self, turn: int, seed: int) -> Transcript:
+        """What a branch of an episode of this seed shares, which goes on from a turn. Raises `ValueError` as `before`.
+
+        Of an episode in which the model never spoke the first turn is its beginning.
+        """
+        if turn == 1 and not any(strand.tokens for strand in self.strands):
+            found = Transcript()
+            found.tools, found.kept_turns, found.point, found.row = self.tools, 0, self.point, self.row
+        else:
+            found = self.before(turn)
+        found.point = BranchPoint(turn, self.rng_seed(seed))
+        return found
+
+    def rng_seed(self, seed: int) -> int:
+        """The seed of `chat.rng` in an episode of this transcript, whose own seed that is."""
+        return seed if self.point is None else self.point.rng_seed
+
+    def before(self, turn: int) -> Transcript:
+        """The record up to the turn of this number, from 1, of an episode of one conversation: what an episode that branches there shares.
+
+        Raises:
+            ValueError: it has no such turn, or several conversations.
+        """
+        if set(self.conversations) - {MAIN}:
+            raise ValueError(f"it has several conversations: {', '.join(sorted(self.conversations))}")
+        strands = self.conversations.get(MAIN, [])
+        num_turns = sum(len(strand.turns) for strand in strands)
+        if not 1 <= turn <= num_turns:
+            raise ValueError(f"it has turns 1 to {num_turns}")
+        found, left = Transcript(), turn - 1
+        found.tools, found.kept_turns, found.point, found.row = self.tools, left, self.point, self.row
+        kept = found.conversations[MAIN] = []
+        for strand in strands:
+            if not left:
+                break
+            copy, at, num = Strand(strand.name, strand.prompt_text, strand.parent, strand.by), 0, min(left, len(strand.turns))
+            for kind, count in strand.segments:
+                if len(copy.turns) == num:
+                    break
+                is_turn = kind in (Segment.GENERATED, Segment.SHARED)
+                copy.extend(Segment.SHARED if is_turn else kind, strand.tokens[at : at + count], *not_sampled(count))
+                at += count
+                if is_turn:
+                    copy.turns.append(strand.turns[len(copy.turns)])
+            kept.append(copy)
+            left -= num
+        if not kept:
+            del found.conversations[MAIN]
+        return found
+
+    @classmethod
+    def of(cls, rows: Batch, row: int) -> Transcript:
+        """The transcript of a row that was stopped."""
+        found = cls()
+        columns = [rows.ragged(name).row(row).tolist() for name in ("tokens", "logprobs", "versions", "kv_stale")]
+        kinds, lengths = rows.ragged("segment_kinds").row(row).tolist(), rows.ragged("segment_lengths").row(row).tolist()
+        record: Any = rows.ragged("episode").item(row)
+        found.tools, found.row = record["tools"], record.get("row")
+        if "branch" in record:
+            found.point = BranchPoint(**record["branch"])
+        named, turns, at = deque(record.get("conversations") or [_ALONE]), deque(record["turns"]), 0
+        strand = Strand(MAIN)
+        for kind, count in zip(kinds, lengths, strict=True):
+            if kind == Segment.PROMPT:
+                one = named.popleft()
+                strand = Strand(one["name"], one["prompt"], one["parent"], one.get("by", ""))
+                num_turns = len(turns) if one["num_turns"] is None else one["num_turns"]
+                strand.turns = [turns.popleft() for _ in range(num_turns)]
+                found.conversations.setdefault(strand.name, []).append(strand)
+            strand.extend(Segment(kind), *(column[at : at + count] for column in columns))
+            at += count
+        return found
+
+    @property
+    def strands(self) -> list[Strand]:
+        """All sequences, in the order of the row."""
+        if len(self.conversations) == 1:
+            return list(next(iter(self.conversations.values())))
+        return [strand for name in sorted(self.conversations, key=_place) for strand in self.conversations[name]]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(strand.num_sampled for strand in self.strands)
+
+    def admitted(self, asked: Asked) -> Strand:
+        """Add what comes before a turn of a conversation; returns its sequence."""
+        of = self.conversations.setdefault(asked.name, [])
+        if asked.begins:
+            of.append(Strand(asked.name, asked.prompt_text, asked.parent, asked.by))
+        of[-1].append(asked.ids)
+        return of[-1]
+
+    def generated(self, packed: int, finish: Finish, text: str, columns: Mapping[str, object]) -> Generated:
+        """The sample that these tokens are."""
+        strands = self.strands or [Strand(MAIN)]
+        num_prompt = strands[0].segments[0][1] if strands[0].segments else 0
+        tokens, logprobs, versions, kv_stale = (
+            strands[0].arrays() if len(strands) == 1 else map(np.concatenate, zip(*(strand.arrays() for strand in strands), strict=True))
+        )
+        segments = [segment for strand in strands for segment in strand.segments]
+        turns = [turn for strand in strands for turn in strand.turns]
+        record: dict[str, object] = {"turns": turns, "tools": dict(sorted(self.tools.items()))}
+        if len(strands) > 1 or strands[0].name != MAIN:
+            record["conversations"] = [strand.described for strand in strands]
+        if self.point is not None:
+            record["branch"] = self.point._asdict()
+        if self.row is not None:
+            record["row"] = self.row
+
+        return Generated(
+            id=packed,
+            prompt_tokens=tokens[:num_prompt],
+            tokens=tokens[num_prompt:],
+            logprobs=logprobs[num_prompt:],
+            versions=versions[num_prompt:],
+            kv_stale=kv_stale[num_prompt:],
+            finish=finish,
+            text=text,
+            prompt_text=strands[0].prompt_text,
+            segments=tuple(segments[1:]) or ((Segment.GENERATED, 0),),
+            columns={"reward": math.nan, "failure": "", "num_turns": len(turns), "episode": record} | dict(columns),
+        )
+
+
+_ALONE = {"name": MAIN, "num_turns": None, "prompt": None, "parent": ""}
+"""What a record that names no conversations has: all turns are one conversation's."""
+
+
+@final
+class Recorded:
+    """The part of a stopped conversation that has not been asked for yet."""
+
+    def __init__(self, strands: Sequence[Strand]) -> None:
+        self._strands = strands
+        self._strand = 0
+        self._at = 0
+        """Segments of the strand that were asked for."""
+        self._position = 0
+        self._num_turns = 0
+
+    @property
+    def is_used_up(self) -> bool:
+        return self._strand == len(self._strands) - 1 and self._at >= len(self._strands[-1].segments)
+
+    def take(self, asked: Asked, request: Request) -> tuple[Generated, Segment] | None:
+        """The turn that followed these tokens, or what there was of it, and its kind. None: the agent does something else than before."""
+        if asked.begins and self._at:
+            if self._at < len(self._strands[self._strand].segments):
+                return None
+            self._strand, self._at, self._position, self._num_turns = self._strand + 1, 0, 0, 0
+        of, start, ids = self._strands[self._strand], self._position, asked.ids
+        if of.by != asked.by:
+            return None
+        if (
+            self._at >= len(of.segments)
+            or of.segments[self._at][1] != len(ids)
+            or of.tokens[start : start + len(ids)].tolist() != list(ids)
+        ):
+            return None
+        self._at += 1
+        self._position += len(ids)
+        if self._at >= len(of.segments):  # It was stopped before the first token of the turn.
+            return replace(_none_of(request), finish=Finish.ABORT), Segment.GENERATED
+        kind, count = of.segments[self._at]
+        end = self._position + count
+        rows = [values[self._position : end] for values in (of.tokens, of.logprobs, of.versions, of.kv_stale)]
+        self._at, self._position = self._at + 1, end
+        is_whole = self._num_turns < len(of.turns)
+        known: Any = of.turns[self._num_turns] if is_whole else {"finish": Finish.ABORT, "text": ""}
+        self._num_turns += 1
+        types: list[Any] = [np.int32, np.float32, np.int32, np.bool_]
+        tokens, logprobs, versions, kv_stale = (np.array(values, kind) for values, kind in zip(rows, types, strict=True))
+        made = replace(_none_of(request), tokens=tokens, logprobs=logprobs, versions=versions, kv_stale=kv_stale)
+        return replace(made, finish=Finish(known["finish"]), text=str(known["text"])), kind
+
+
+def _none_of(request: Request) -> Generated:
+    none, logprobs, stale = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.bool_)
+    return Generated(request.id, none, none, logprobs, none, stale, Finish.STOP, "")

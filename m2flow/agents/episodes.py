@@ -15,6 +15,10 @@ ids before it, and how often the episode has been just there. So a turn that is 
 Conversations. The tokens of each lie together in the row (`Strand`), in the order of their names, so nothing depends on which was first. Of
 one episode an engine has one turn at a time; those that are asked for meanwhile wait, and other episodes fill its batch.
 
+Order. An engine that is given all turns as they come evicts each context from its KV cache before its next turn, where there are more
+episodes than the cache has room for, and reads it again. So `TurnQueue` gives an engine no more turns than it decodes at once, those
+whose context it still has first, and begins no more episodes than the cache holds, unless the batch would not be full.
+
 Speakers. A turn of another role goes to that role's engine, in this process beside what it has of its own, or in another one
 (`m2flow.agents.remote_speakers`). The episode stays one sample, and its row has what each of them said.
 
@@ -33,23 +37,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-import numpy as np
-
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
-from m2flow.agents.conversation import Conversation, Strand, not_sampled
+from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
 from m2flow.engines import lines_of
@@ -57,7 +60,7 @@ from m2flow.engines.contract import Generated, Language, Occupancy, Request, Rol
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
-from m2flow.samples import MAIN, Batch, Finish, Sample, SampleId, Segment, keyed_bits
+from m2flow.samples import MAIN, Finish, Sample, SampleId, Segment, keyed_bits
 
 _PATIENCE_S = 0.01
 """Longest that a step waits for agents where the engine has nothing to do."""
@@ -69,223 +72,10 @@ _GRACE_S = 6.0
 """What an agent that runs, or a resource of one, may take to end with its worker: a server that must be killed takes four seconds."""
 _MOST_BLOCKED_S = 60.0
 """How long code of an agent may keep the event loop while nothing else can go on: it waits for an answer that only the loop can give."""
+_READY_SHARE = 8
+"""An engine that decodes by itself gets one turn more for so many that it decodes at once."""
 _MOST_SHOWN = 3
 """Failures of agents that are printed with traceback."""
-
-
-# ---- what an episode has said and done
-
-
-class BranchPoint(NamedTuple):
-    """Where an episode left the one that it is a branch of."""
-
-    turn: int
-    """The first that is its own, from 1."""
-    rng_seed: int
-    """The seed of `chat.rng`, which goes on as in the parent: that of the episode that begins the line of parents."""
-
-
-def _place(name: str) -> tuple[object, ...]:
-    """The place of a conversation in the row: the first one is first, forks follow what they were forked from; never by time."""
-    parts = [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in name.split("/")]
-    return (parts[0] != (1, 0, MAIN), *parts)
-
-
-@final
-class Transcript:
-    """The tokens of an episode, and its record. Worker's side only."""
-
-    def __init__(self) -> None:
-        self.conversations: dict[str, list[Strand]] = {}
-        """By name: the sequences of each, of which the last goes on."""
-        self.tools: dict[str, dict[str, object]] = {}
-        """Key of a tool call -> what it was and what it gave."""
-        self.kept_turns: int | None = None
-        """Turns of a branch's record after which the episode goes another way, so what tools gave later is not known."""
-        self.point: BranchPoint | None = None
-        """Where a branch left its parent."""
-        self.row: int | None = None
-        """Identity of the row that its agent is given, in branches and wherever it goes on too; None: its record does not say."""
-
-    def branched(self, turn: int, seed: int) -> Transcript:
-        """What a branch of an episode of this seed shares, which goes on from a turn. Raises `ValueError` as `before`.
-
-        Of an episode in which the model never spoke the first turn is its beginning.
-        """
-        if turn == 1 and not any(strand.tokens for strand in self.strands):
-            found = Transcript()
-            found.tools, found.kept_turns, found.point, found.row = self.tools, 0, self.point, self.row
-        else:
-            found = self.before(turn)
-        found.point = BranchPoint(turn, self.rng_seed(seed))
-        return found
-
-    def rng_seed(self, seed: int) -> int:
-        """The seed of `chat.rng` in an episode of this transcript, whose own seed that is."""
-        return seed if self.point is None else self.point.rng_seed
-
-    def before(self, turn: int) -> Transcript:
-        """The record up to the turn of this number, from 1, of an episode of one conversation: what an episode that branches there shares.
-
-        Raises:
-            ValueError: it has no such turn, or several conversations.
-        """
-        if set(self.conversations) - {MAIN}:
-            raise ValueError(f"it has several conversations: {', '.join(sorted(self.conversations))}")
-        strands = self.conversations.get(MAIN, [])
-        num_turns = sum(len(strand.turns) for strand in strands)
-        if not 1 <= turn <= num_turns:
-            raise ValueError(f"it has turns 1 to {num_turns}")
-        found, left = Transcript(), turn - 1
-        found.tools, found.kept_turns, found.point, found.row = self.tools, left, self.point, self.row
-        kept = found.conversations[MAIN] = []
-        for strand in strands:
-            if not left:
-                break
-            copy, at, num = Strand(strand.name, strand.prompt_text, strand.parent, strand.by), 0, min(left, len(strand.turns))
-            for kind, count in strand.segments:
-                if len(copy.turns) == num:
-                    break
-                is_turn = kind in (Segment.GENERATED, Segment.SHARED)
-                copy.extend(Segment.SHARED if is_turn else kind, strand.tokens[at : at + count], *not_sampled(count))
-                at += count
-                if is_turn:
-                    copy.turns.append(strand.turns[len(copy.turns)])
-            kept.append(copy)
-            left -= num
-        if not kept:
-            del found.conversations[MAIN]
-        return found
-
-    @classmethod
-    def of(cls, rows: Batch, row: int) -> Transcript:
-        """The transcript of a row that was stopped."""
-        found = cls()
-        columns = [rows.ragged(name).row(row).tolist() for name in ("tokens", "logprobs", "versions", "kv_stale")]
-        kinds, lengths = rows.ragged("segment_kinds").row(row).tolist(), rows.ragged("segment_lengths").row(row).tolist()
-        record: Any = rows.ragged("episode").item(row)
-        found.tools, found.row = record["tools"], record.get("row")
-        if "branch" in record:
-            found.point = BranchPoint(**record["branch"])
-        named, turns, at = deque(record.get("conversations") or [_ALONE]), deque(record["turns"]), 0
-        strand = Strand(MAIN)
-        for kind, count in zip(kinds, lengths, strict=True):
-            if kind == Segment.PROMPT:
-                one = named.popleft()
-                strand = Strand(one["name"], one["prompt"], one["parent"], one.get("by", ""))
-                num_turns = len(turns) if one["num_turns"] is None else one["num_turns"]
-                strand.turns = [turns.popleft() for _ in range(num_turns)]
-                found.conversations.setdefault(strand.name, []).append(strand)
-            strand.extend(Segment(kind), *(column[at : at + count] for column in columns))
-            at += count
-        return found
-
-    @property
-    def strands(self) -> list[Strand]:
-        """All sequences, in the order of the row."""
-        if len(self.conversations) == 1:
-            return list(next(iter(self.conversations.values())))
-        return [strand for name in sorted(self.conversations, key=_place) for strand in self.conversations[name]]
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(strand.num_sampled for strand in self.strands)
-
-    def admitted(self, asked: Asked) -> Strand:
-        """Add what comes before a turn of a conversation; returns its sequence."""
-        of = self.conversations.setdefault(asked.name, [])
-        if asked.begins:
-            of.append(Strand(asked.name, asked.prompt_text, asked.parent, asked.by))
-        of[-1].append(asked.ids)
-        return of[-1]
-
-    def generated(self, packed: int, finish: Finish, text: str, columns: Mapping[str, object]) -> Generated:
-        """The sample that these tokens are."""
-        strands = self.strands or [Strand(MAIN)]
-        num_prompt = strands[0].segments[0][1] if strands[0].segments else 0
-        tokens, logprobs, versions, kv_stale = (
-            strands[0].arrays() if len(strands) == 1 else map(np.concatenate, zip(*(strand.arrays() for strand in strands), strict=True))
-        )
-        segments = [segment for strand in strands for segment in strand.segments]
-        turns = [turn for strand in strands for turn in strand.turns]
-        record: dict[str, object] = {"turns": turns, "tools": dict(sorted(self.tools.items()))}
-        if len(strands) > 1 or strands[0].name != MAIN:
-            record["conversations"] = [strand.described for strand in strands]
-        if self.point is not None:
-            record["branch"] = self.point._asdict()
-        if self.row is not None:
-            record["row"] = self.row
-
-        return Generated(
-            id=packed,
-            prompt_tokens=tokens[:num_prompt],
-            tokens=tokens[num_prompt:],
-            logprobs=logprobs[num_prompt:],
-            versions=versions[num_prompt:],
-            kv_stale=kv_stale[num_prompt:],
-            finish=finish,
-            text=text,
-            prompt_text=strands[0].prompt_text,
-            segments=tuple(segments[1:]) or ((Segment.GENERATED, 0),),
-            columns={"reward": math.nan, "failure": "", "num_turns": len(turns), "episode": record} | dict(columns),
-        )
-
-
-_ALONE = {"name": MAIN, "num_turns": None, "prompt": None, "parent": ""}
-"""What a record that names no conversations has: all turns are one conversation's."""
-
-
-@final
-class _Recorded:
-    """The part of a stopped conversation that has not been asked for yet."""
-
-    def __init__(self, strands: Sequence[Strand]) -> None:
-        self._strands = strands
-        self._strand = 0
-        self._at = 0
-        """Segments of the strand that were asked for."""
-        self._position = 0
-        self._num_turns = 0
-
-    @property
-    def is_used_up(self) -> bool:
-        return self._strand == len(self._strands) - 1 and self._at >= len(self._strands[-1].segments)
-
-    def take(self, asked: Asked, request: Request) -> tuple[Generated, Segment] | None:
-        """The turn that followed these tokens, or what there was of it, and its kind. None: the agent does something else than before."""
-        if asked.begins and self._at:
-            if self._at < len(self._strands[self._strand].segments):
-                return None
-            self._strand, self._at, self._position, self._num_turns = self._strand + 1, 0, 0, 0
-        of, start, ids = self._strands[self._strand], self._position, asked.ids
-        if of.by != asked.by:
-            return None
-        if (
-            self._at >= len(of.segments)
-            or of.segments[self._at][1] != len(ids)
-            or of.tokens[start : start + len(ids)].tolist() != list(ids)
-        ):
-            return None
-        self._at += 1
-        self._position += len(ids)
-        if self._at >= len(of.segments):  # It was stopped before the first token of the turn.
-            return replace(_none_of(request), finish=Finish.ABORT), Segment.GENERATED
-        kind, count = of.segments[self._at]
-        end = self._position + count
-        rows = [values[self._position : end] for values in (of.tokens, of.logprobs, of.versions, of.kv_stale)]
-        self._at, self._position = self._at + 1, end
-        is_whole = self._num_turns < len(of.turns)
-        known: Any = of.turns[self._num_turns] if is_whole else {"finish": Finish.ABORT, "text": ""}
-        self._num_turns += 1
-        types: list[Any] = [np.int32, np.float32, np.int32, np.bool_]
-        tokens, logprobs, versions, kv_stale = (np.array(values, kind) for values, kind in zip(rows, types, strict=True))
-        made = replace(_none_of(request), tokens=tokens, logprobs=logprobs, versions=versions, kv_stale=kv_stale)
-        return replace(made, finish=Finish(known["finish"]), text=str(known["text"])), kind
-
-
-def _none_of(request: Request) -> Generated:
-    none, logprobs, stale = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.bool_)
-    return Generated(request.id, none, none, logprobs, none, stale, Finish.STOP, "")
 
 
 # ---- one episode
@@ -341,7 +131,7 @@ class _Episode:
         self.transcript = Transcript()
         stopped = start.stopped.conversations if start.stopped is not None else {}
         # One that was stopped before its first turn has a row without a token.
-        self.recorded = {name: _Recorded(strands) for name, strands in stopped.items() if strands[0].tokens}
+        self.recorded = {name: Recorded(strands) for name, strands in stopped.items() if strands[0].tokens}
         """The conversations that have not caught up with their record yet."""
         self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
         self.kept_turns = start.stopped.kept_turns if start.stopped is not None else None
@@ -358,6 +148,9 @@ class _Episode:
         self.occurrences: Counter[int] = Counter()
         self.num_effects = 0
         """Tools with effects that run now."""
+        num_recorded = sum(len(strands[-1].tokens) for strands in stopped.values() if strands)
+        self.num_tokens = max(num_recorded, len(start.request.prompt))
+        """About the tokens of the context that its next turn follows."""
         self.task: asyncio.Task[None] | None = None
         self.host = host
         self.threads: Executor = host.threads
@@ -540,6 +333,170 @@ class EventLoop:
             self._loop.close()
 
 
+# ---- which turns an engine is given, and which episodes begin
+
+
+class _Context(NamedTuple):
+    """What the next turn of an episode follows."""
+
+    num_tokens: int
+    num_turns: int
+    """Turns that the engine has answered."""
+
+
+_LEAST_ENDED = 16
+"""Episodes that must have ended before the order of turns follows how many turns they took."""
+_OPENS_S = 1.0
+"""How long an episode that has begun may take to its first turn and still be expected to ask for it at once."""
+_LOOKED_S = 1.0
+"""How long the size of an engine's cache is believed."""
+
+
+@final
+class TurnQueue:
+    """The turns that wait for an engine, and the order in which it gets them.
+
+    While the contexts of all episodes fit into the engine's KV cache, the turn goes first whose episode is expected to have the most turns
+    left (longest processing time first), by the share of episodes that ended after as many turns; before enough have ended, and among
+    equals, the one that has waited longest. Once they do not fit, those turns go first whose context is among what was used last, as
+    the cache keeps it. An engine whose cache's size is not known has room for all.
+
+    Source:
+        Graham 1969 (longest processing time); Kaplan and Meier 1958 (of episodes that have not ended, too, it is known how many turns they
+        had). That agents' contexts are lost while tools run, and that turns should go where they are: Continuum (arXiv 2511.02230).
+    """
+
+    def __init__(self, num_slots: int, num_ready: int = 0) -> None:
+        """
+        Args:
+            num_slots: turns that the engine decodes at once; 0: as many as it is given.
+            num_ready: turns that it has beyond these, to replace those that end, where it decodes while nobody asks it to.
+        """
+        self._limit = num_slots and num_slots + num_ready
+        self._contexts: dict[int, _Context] = {}
+        """Of the episodes that have begun and are not over."""
+        self._running: dict[int, int] = {}
+        self._cached: OrderedDict[int, int] = OrderedDict()
+        """Episode -> tokens of the context that the engine works on, and that its cache has; those used last at the end."""
+        self._num_held = 0
+        """Tokens of both."""
+        self._num_ended: Counter[int] = Counter()
+        self._num_continued: Counter[int] = Counter()
+        """Episodes by the turns after which they ended, and after which they went on."""
+        self._ended_tokens = 0
+        self._opening: dict[int, float] = {}
+        """Episodes that have begun and not asked for a turn, and since when."""
+        self._capacity, self._looked_at = 0, -math.inf
+
+    def look(self, occupancy: Callable[[], Occupancy]) -> None:
+        """See how large the engine's cache is, from time to time."""
+        if self._limit and time.monotonic() - self._looked_at > _LOOKED_S:
+            self._capacity, self._looked_at = occupancy().kv_capacity, time.monotonic()
+
+    def num_free(self, num_unfinished: int) -> int:
+        """Count the turns that an engine with so many unfinished requests may be given now."""
+        return self._limit - num_unfinished if self._limit else sys.maxsize
+
+    # What happens to episodes
+
+    def begun(self, packed: int, num_tokens: int) -> None:
+        """Note that an episode has begun, whose first context will have about so many tokens."""
+        self._contexts[packed] = _Context(num_tokens, 0)
+        self._opening[packed] = time.monotonic()
+
+    def asked(self, packed: int, num_tokens: int) -> None:
+        """Note a turn that an episode asks for, behind a context of so many tokens."""
+        self._opening.pop(packed, None)
+        known = self._contexts.get(packed)
+        num_turns = 0 if known is None else known.num_turns
+        self._num_continued[num_turns] += 1
+        self._contexts[packed] = _Context(num_tokens, num_turns)
+
+    def given(self, packed: int, num_tokens: int) -> None:
+        """Note that the engine has been given a turn."""
+        self._num_held += num_tokens - self._cached.pop(packed, 0)
+        self._running[packed] = num_tokens
+        self._evict()
+
+    def answered(self, packed: int, num_tokens: int) -> None:
+        """Note that the engine has ended a turn, after which its cache has a context of so many tokens."""
+        self._leave(packed, num_tokens)
+        if packed in self._contexts:
+            self._contexts[packed] = _Context(num_tokens, self._contexts[packed].num_turns + 1)
+
+    def taken_back(self, packed: int) -> None:
+        """Note that the engine has a turn no more."""
+        self._leave(packed, self._running.get(packed, 0))
+
+    def _leave(self, packed: int, num_tokens: int) -> None:
+        if packed in self._running:
+            self._num_held += num_tokens - self._running.pop(packed)
+            self._cached[packed] = num_tokens
+            self._evict()
+
+    def _evict(self) -> None:
+        while self._cached and self._num_held > self._capacity:
+            self._num_held -= self._cached.popitem(last=False)[1]
+
+    def ended(self, packed: int, *, is_over: bool) -> None:
+        """Forget an episode that is over, or goes on elsewhere. Its context stays in the cache, as long as that has room."""
+        self._opening.pop(packed, None)
+        known = self._contexts.pop(packed, None)
+        if is_over and known is not None and known.num_turns:
+            self._num_ended[known.num_turns] += 1
+            self._ended_tokens += known.num_tokens
+
+    # Decisions
+
+    def num_to_begin(self, sizes: Iterable[int], num_free: int) -> int:
+        """Count the episodes that begin now, of those that wait, by the tokens of their first contexts.
+
+        Args:
+            num_free: further turns that the engine could be given, beside all that were asked for.
+        """
+        if not self._limit:
+            return sum(1 for _ in sizes)
+        expired_at = time.monotonic() - _OPENS_S
+        num_free -= sum(since > expired_at for since in self._opening.values())
+        mean = self._mean_tokens
+        tokens_left = (self._capacity or math.inf) - sum(max(one.num_tokens, mean) for one in self._contexts.values())
+        count = 0
+        for size in sizes:
+            tokens_left -= max(size, mean)
+            if tokens_left < 0 and count >= num_free:
+                break
+            count += 1
+        return count
+
+    def chosen(self, turns: Sequence[_Turn], num_free: int) -> Sequence[_Turn]:
+        """Choose the turns that the engine is given now, of those that were asked for, in that order."""
+        if len(turns) <= num_free:
+            return turns
+        if num_free <= 0:
+            return ()
+        if self._capacity and sum(one.num_tokens for one in self._contexts.values()) > self._capacity:
+            in_order = sorted(turns, key=lambda turn: turn.episode.id not in self._cached)
+        elif sum(self._num_ended.values()) >= _LEAST_ENDED:
+            rest = self._expected_rest()
+            in_order = sorted(turns, key=lambda turn: -rest[min(self._contexts[turn.episode.id].num_turns, len(rest) - 1)])
+        else:
+            return turns[:num_free]
+        return in_order[:num_free]
+
+    @property
+    def _mean_tokens(self) -> float:
+        """The context with which episodes end, on average; 0: not known."""
+        return self._ended_tokens / max(sum(self._num_ended.values()), 1)
+
+    def _expected_rest(self) -> list[float]:
+        """Turns that an episode is expected to have yet, by how many it has had."""
+        rest = [0.0] * (max(itertools.chain(self._num_ended, self._num_continued)) + 1)
+        for had in reversed(range(len(rest) - 1)):
+            ended, continued = self._num_ended[had], self._num_continued[had]
+            rest[had] = (1 + rest[had + 1]) * continued / max(ended + continued, 1)
+        return rest
+
+
 # ---- the episodes of an engine
 
 
@@ -547,10 +504,13 @@ class EventLoop:
 class Episodes:
     """A rollout engine together with the episodes of its role. What is no episode goes to the engine as it is."""
 
-    def __init__(self, engine: RolloutEngine | RemoteSpeaker, loop: EventLoop, roles: Mapping[str, Episodes] | None = None) -> None:
+    def __init__(
+        self, engine: RolloutEngine | RemoteSpeaker, loop: EventLoop, roles: Mapping[str, Episodes] | None = None, num_slots: int = 0
+    ) -> None:
         """
         Args:
             roles: those of the process by role, this one included. Those that speak in its episodes must be there when these begin.
+            num_slots: samples that the engine decodes at once; 0: it is given all that there are.
         """
         self.language: Language = engine.language()
         self.threads = loop.threads
@@ -558,7 +518,11 @@ class Episodes:
         self._is_remote = isinstance(engine, RemoteSpeaker)
         self._loop = loop
         self._roles = {} if roles is None else roles
+        is_paced = not isinstance(engine, RemoteSpeaker) and engine.capabilities.self_paced
+        self._queue = TurnQueue(0 if self._is_remote else num_slots, max(num_slots // _READY_SHARE, 1) * is_paced)
         self._episodes: dict[int, _Episode] = {}
+        self._starts: dict[int, _Episode] = {}
+        """Those that have not begun."""
         self._asked: dict[int, _Turn] = {}
         """Turns that the engine has not been given yet, by episode; between two steps those of episodes that are to be written down."""
         self._turns: dict[int, _Turn] = {}
@@ -596,6 +560,19 @@ class Episodes:
             self._changed.add(episode.id)
             if episode.recorded:
                 self._catching_up.add(episode.id)
+            self._starts[episode.id] = episode
+        self._begin_some()
+
+    def _begin_some(self) -> None:
+        """Begin episodes as long as their contexts fit into the engine's cache, or it would not decode as many as it can."""
+        if not self._starts:
+            return
+        self._queue.look(self._engine.occupancy)
+        num_free = self._queue.num_free(self._engine.num_unfinished) - len(self._asked)
+        num = self._queue.num_to_begin((episode.num_tokens for episode in self._starts.values()), num_free)
+        for episode in list(itertools.islice(self._starts.values(), num)):
+            del self._starts[episode.id]
+            self._queue.begun(episode.id, episode.num_tokens)
             self._loop.call(self._loop.begin, episode)
 
     def engine_of(self, episode: _Episode, by: str) -> Episodes:
@@ -658,6 +635,7 @@ class Episodes:
         if episode.waiting is None and episode.queued:
             turn = episode.waiting = episode.queued.popleft()
             turn.engine._asked[episode.id] = turn
+            turn.engine._queue.asked(episode.id, len(_request_of(turn).prompt) + len(_request_of(turn).prefix))
 
     def _ask(self) -> None:
         """Give the engines all turns that were asked for since the last time."""
@@ -670,7 +648,8 @@ class Episodes:
         return (self, *(one for one in self._roles.values() if one is not self))
 
     def _ask_engine(self) -> bool:
-        asked = [turn for packed, turn in self._asked.items() if packed not in turn.episode.host._urgent]
+        waiting = [turn for packed, turn in self._asked.items() if packed not in turn.episode.host._urgent]
+        asked = self._queue.chosen(waiting, self._queue.num_free(self._engine.num_unfinished))
         for turn in asked:
             del self._asked[turn.episode.id]
             if (before_turn := turn.episode.host.before_turn) is not None:
@@ -702,6 +681,7 @@ class Episodes:
 
     def _taken(self, turn: _Turn) -> None:
         self._turns[turn.episode.id] = turn
+        self._queue.given(turn.episode.id, len(_request_of(turn).prompt) + len(_request_of(turn).prefix))
         if turn.asked.heard is not None:
             self._listened[turn.episode.id] = turn.asked
         if not self._is_remote:  # Whether it fits is known with the answer: until then it is not in the transcript.
@@ -714,6 +694,7 @@ class Episodes:
             turn.engine._asked.pop(turn.episode.id, None)
             if turn.engine._turns.pop(turn.episode.id, None) is not None:
                 had.setdefault(turn.engine, []).append(turn.episode.id)
+                turn.engine._queue.taken_back(turn.episode.id)
         return {made.id: made for one, ids in had.items() for made in one._engine.abort(ids)}
 
     def _admitted(self, episode: _Episode, turn: _Turn) -> None:
@@ -773,7 +754,7 @@ class Episodes:
         episode.queued.clear()
         if episode.waiting is not None:
             self.drop_turn(episode, episode.waiting)
-        self._forget(episode.id)
+        self._forget(episode.id, is_over=True)
         self._urgent.pop(episode.id, None)
         strands = episode.transcript.strands
         said = [strand.turns for strand in strands if strand.turns]
@@ -785,7 +766,10 @@ class Episodes:
             record = {**record, "speakers": dict(speakers)}
         self._ended.append(replace(made, columns={**made.columns, "episode": {**record, **added}}))
 
-    def _forget(self, packed: int) -> _Episode:
+    def _forget(self, packed: int, *, is_over: bool = False) -> _Episode:
+        self._starts.pop(packed, None)
+        for one in self._all:
+            one._queue.ended(packed, is_over=is_over)
         self._num_sampled.pop(packed, None)
         self._changed.discard(packed)
         self._catching_up.discard(packed)
@@ -795,14 +779,14 @@ class Episodes:
 
     @property
     def num_unfinished(self) -> int:
-        return self._engine.num_unfinished + len(self._asked) + self.num_away + len(self._ended)
+        return self._engine.num_unfinished + len(self._asked) + len(self._starts) + self.num_away + len(self._ended)
 
     @property
     def num_away(self) -> int:
-        """Episodes that wait for a tool, or for another's turn, or whose agent computes."""
+        """Episodes that have begun and wait for a tool, or for another's turn, or whose agent computes."""
         here = (self._turns, self._asked)
         num_here = sum(map(len, here)) if len(self._roles) < 2 else sum(turn.episode.host is self for of in here for turn in of.values())
-        return len(self._episodes) - num_here
+        return len(self._episodes) - len(self._starts) - num_here
 
     def step(self) -> list[Generated]:
         """Do what the agents have asked for, decode one token, and return samples and episodes that finished.
@@ -810,6 +794,7 @@ class Episodes:
         Waits a moment where no engine has anything to do and no agent has asked for anything.
         """
         self.hear()
+        self._begin_some()
         is_busy = any(one._asked or one._urgent or (one._engine.num_unfinished and not one._is_remote) for one in self._all)
         if self._episodes and not self._ended and not is_busy:
             is_away = any(one._turns for one in self._all if one._is_remote)
@@ -824,6 +809,7 @@ class Episodes:
                 finished.append(made)
                 continue
             turn.episode.waiting = None
+            self._queue.answered(made.id, len(_request_of(turn).prompt) + len(made.tokens))
             if turn.strand is None:
                 self._admitted(turn.episode, turn)
             self._answered(turn, made)
@@ -932,9 +918,9 @@ class Episodes:
         return counts
 
     def occupancy(self) -> Occupancy:
-        """How full the engine is; episodes between two turns count as running."""
-        found = self._engine.occupancy()
-        return found._replace(num_running=found.num_running + self.num_away)
+        """How full the engine is; episodes between two turns count as running, and what waits here as queued."""
+        found, num_waiting = self._engine.occupancy(), len(self._asked) + len(self._starts)
+        return found._replace(num_running=found.num_running + self.num_away, num_queued=found.num_queued + num_waiting)
 
 
 @functools.lru_cache(maxsize=4096)

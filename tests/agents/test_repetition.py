@@ -19,7 +19,7 @@ from played_episodes import host, played, row_of, same, shout, start_of, stopped
 from resumed_runs import fake_cluster
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, log, steps, tool
-from m2flow.agents.episodes import Transcript
+from m2flow.agents.conversation import Transcript
 from m2flow.engines.contract import Generated, Request
 from m2flow.errors import StateLost
 from m2flow.macro.replay import CallRecord

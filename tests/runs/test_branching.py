@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from played_episodes import host, start_of, stopped_row
 
 from m2flow import Chat, Sample, ToolCall, agent, tool
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
+from m2flow.agents.conversation import Transcript
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
 from m2flow.cli.main import cli
 from m2flow.engines.contract import Generated
 from m2flow.recipe import Episodes as Bounds

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from m2flow import Chat, Sample, ToolCall, agent, tool
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript
+from m2flow.agents.conversation import Transcript
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.micro.protocol import call_semantics
 from m2flow.recipe import Episodes as Bounds

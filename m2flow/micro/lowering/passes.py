@@ -478,7 +478,7 @@ def _stages(
     check_places(graph, workers)
     stages = legal_stages(graph)
     stages = place_stages(graph, stages, workers)
-    stages = chunk(stages, spec)
+    stages = chunk(graph, stages, spec)
     stages = pack(stages, spec)
     stages = resize(stages, sizes)
     return route(graph, stages, workers, spec)

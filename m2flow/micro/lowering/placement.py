@@ -5,8 +5,9 @@
     Choice --workers_of_choice--> WorkerPlans                      as the search for a plan found
     Stages, WorkerPlans --place_stages--> Stages with a place
 
-Chunks. A rollout engine gets as many samples as decode together well; a function gets a few tens, so that its results can flow on while
-the next ones run. These are upper bounds: the scheduler dispatches what is ready and does not wait for a chunk to fill.
+Chunks. A rollout engine gets as many samples as decode together well, and more episodes, since some wait for tools; a function gets a few
+tens, so that its results can flow on while the next ones run. These are upper bounds: the scheduler dispatches what is ready and does not
+wait for a chunk to fill.
 
 By rule. Time-shared (co-located): one worker hosts rollout and training of every model, which take turns with a lease; further rollout
 workers only generate. Split (disaggregated): rollout workers and one trainer run concurrently. Functions have processes of their own
@@ -108,10 +109,20 @@ def check_degrees(workers: Iterable[WorkerPlan], weights: WeightsSpec) -> None:
                 )
 
 
-def chunk(stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[Stage, ...]:
+_EPISODES_A_SLOT = 8
+"""Episodes that an instance holds for each sample that it decodes at once, so that it decodes others while some wait for tools. What of
+them begins is the worker's to say (`TurnQueue`)."""
+
+
+def chunk(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[Stage, ...]:
     """Give each stage its chunk size."""
-    sizes = {"rollout": spec.rollout.max_running, "function": spec.functions.chunk, "train": spec.functions.chunk}
-    return tuple(msgspec.structs.replace(stage, chunk=sizes.get(stage.engine, 0)) for stage in stages)
+
+    def size(call: Call) -> int:
+        if call.engine == "rollout":
+            return spec.rollout.chunk or spec.rollout.max_running * (_EPISODES_A_SLOT if call.method in ("rollout", "branch") else 1)
+        return spec.functions.chunk if call.engine in ("function", "train") else 0
+
+    return tuple(msgspec.structs.replace(stage, chunk=size(call)) for call, stage in zip(graph.calls, stages, strict=True))
 
 
 class Sizes(NamedTuple):

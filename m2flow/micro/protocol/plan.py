@@ -589,7 +589,7 @@ def _how(stage: Stage) -> str:
     if stage.engine == "source":
         return "read by the controller"
     if stage.engine == "rollout":
-        return f"up to {stage.chunk} decode together; each sample leaves when it is done"
+        return f"up to {stage.chunk} at once in an instance; each sample leaves when it is done"
     if stage.engine == "train" and stage.unit in ("minibatch", "batch") and not stage.is_barrier:
         return f"micro-batches of up to {stage.token_budget} tokens, as groups come in; one optimiser step a mini-batch"
     return "waits for all of its input" if stage.is_barrier else f"up to {stage.chunk} samples a task, as they come in"

@@ -31,7 +31,8 @@ from typing import Any, TypeVar, final
 import msgspec
 import numpy as np
 
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, Transcript, TurnPlace
+from m2flow.agents.conversation import Transcript
+from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, TurnPlace
 from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
@@ -413,7 +414,7 @@ class EngineHost:
         if role not in self._episodes:
             self._agents = self._agents or EventLoop()
             engine = self._rollout[role] if role in self._rollout else self._speaker_elsewhere(role)
-            self._episodes[role] = Episodes(engine, self._agents, self._episodes)
+            self._episodes[role] = Episodes(engine, self._agents, self._episodes, self._settings["rollout"].max_running)
             self._episodes[role].record, self._episodes[role].is_recorded = self._passed, self.writes_episodes
         return self._episodes[role]
 
