@@ -346,8 +346,8 @@ class _Context(NamedTuple):
 
 _LEAST_ENDED = 16
 """Episodes that must have ended before the order of turns follows how many turns they took."""
-_OPENS_S = 1.0
-"""How long an episode that has begun may take to its first turn and still be expected to ask for it at once."""
+_OPENS_S, _REPLIES_S = 1.0, 0.005
+"""How long an episode that has begun, and one that has had a turn, is expected to ask for the next one at once."""
 _LOOKED_S = 1.0
 """How long the size of an engine's cache is believed."""
 
@@ -384,8 +384,8 @@ class TurnQueue:
         self._num_continued: Counter[int] = Counter()
         """Episodes by the turns after which they ended, and after which they went on."""
         self._ended_tokens = 0
-        self._opening: dict[int, float] = {}
-        """Episodes that have begun and not asked for a turn, and since when."""
+        self._expected: dict[int, float] = {}
+        """Episodes that are likely to ask for a turn at once, and until when that is so."""
         self._capacity, self._looked_at = 0, -math.inf
 
     def look(self, occupancy: Callable[[], Occupancy]) -> None:
@@ -402,11 +402,11 @@ class TurnQueue:
     def begun(self, packed: int, num_tokens: int) -> None:
         """Note that an episode has begun, whose first context will have about so many tokens."""
         self._contexts[packed] = _Context(num_tokens, 0)
-        self._opening[packed] = time.monotonic()
+        self._expected[packed] = time.monotonic() + _OPENS_S
 
     def asked(self, packed: int, num_tokens: int) -> None:
         """Note a turn that an episode asks for, behind a context of so many tokens."""
-        self._opening.pop(packed, None)
+        self._expected.pop(packed, None)
         known = self._contexts.get(packed)
         num_turns = 0 if known is None else known.num_turns
         self._num_continued[num_turns] += 1
@@ -423,6 +423,7 @@ class TurnQueue:
         self._leave(packed, num_tokens)
         if packed in self._contexts:
             self._contexts[packed] = _Context(num_tokens, self._contexts[packed].num_turns + 1)
+            self._expected[packed] = time.monotonic() + _REPLIES_S
 
     def taken_back(self, packed: int) -> None:
         """Note that the engine has a turn no more."""
@@ -440,7 +441,7 @@ class TurnQueue:
 
     def ended(self, packed: int, *, is_over: bool) -> None:
         """Forget an episode that is over, or goes on elsewhere. Its context stays in the cache, as long as that has room."""
-        self._opening.pop(packed, None)
+        self._expected.pop(packed, None)
         known = self._contexts.pop(packed, None)
         if is_over and known is not None and known.num_turns:
             self._num_ended[known.num_turns] += 1
@@ -456,8 +457,9 @@ class TurnQueue:
         """
         if not self._limit:
             return sum(1 for _ in sizes)
-        expired_at = time.monotonic() - _OPENS_S
-        num_free -= sum(since > expired_at for since in self._opening.values())
+        now = time.monotonic()
+        self._expected = {packed: until for packed, until in self._expected.items() if until > now}
+        num_free -= len(self._expected)
         mean = self._mean_tokens
         tokens_left = (self._capacity or math.inf) - sum(max(one.num_tokens, mean) for one in self._contexts.values())
         count = 0

@@ -318,7 +318,7 @@ def scheduled(spec: ClusterSpec, names: tuple[str, ...], predictor: str = "sibli
 
 def make_cluster(draws: Draws) -> ClusterSpec:
     """Draw a cluster: a placement, worker counts, chunks and budgets that the planner might choose."""
-    return ClusterSpec(
+    found = ClusterSpec(
         placement=draws.choice(("time-shared", "split")),
         cores=2,
         device="cpu",
@@ -327,6 +327,8 @@ def make_cluster(draws: Draws) -> ClusterSpec:
         functions=FunctionSpec(workers=draws.integer(1, 2), chunk=draws.choice((64, 3, 1))),
         channels=ChannelSpec(max_samples=draws.choice((None, 1, 2, 5, 9, 30)), max_bytes=draws.choice((2**32, 2**32, 100, 1000, 4000))),
     )
+    chunk = found.rollout.max_running if draws.choice((True, False)) else None
+    return found.model_copy(update={"rollout": found.rollout.model_copy(update={"chunk": chunk})})
 
 
 def make_tight_cluster(draws: Draws) -> ClusterSpec:

@@ -346,7 +346,7 @@ def test_stale_conversations_that_are_stopped_and_go_on_with_newer_weights_are_g
     """They lie in the row by name, and were sampled in turn: so newer weights may stand before older ones there."""
     num_mixed = 0
     for number in (1, 3, 5):  # How many are stopped between two versions of the weights depends on time; of three runs, more than two.
-        rollout = RolloutSpec(engine="fake", workers=3, max_running=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
+        rollout = RolloutSpec(engine="fake", workers=3, max_running=3, chunk=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
         spec, options = fake_cluster("split").model_copy(update={"rollout": rollout}), {"num_steps": 4, "staleness": 2}
         planned = run_planned(self_play, options, spec, seed=number, order_seed=number)
         assert not planned.error

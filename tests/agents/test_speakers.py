@@ -81,7 +81,7 @@ def are_mixed(answer: Answer) -> int:
 def test_stale_episodes_that_are_stopped_go_on_with_other_weights_of_each_speaker_and_eager_gives_the_same():
     num_mixed = num_apart = 0
     for number in (1, 3):
-        rollout = RolloutSpec(engine="fake", workers=3, max_running=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
+        rollout = RolloutSpec(engine="fake", workers=3, max_running=3, chunk=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
         spec, options = STOPS_MUCH.model_copy(update={"rollout": rollout}), {"alone": 1, "num_steps": 4, "staleness": 2}
         planned = run_planned(contest, options, spec, seed=number, order_seed=number)
         assert not planned.error

@@ -1,0 +1,237 @@
+"""Which turns an engine is given, and which episodes begin: as its cache holds their contexts, and never another answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from played_episodes import begun, played, same, stopped_row, wanderer
+
+from m2flow import Chat, Sample, agent
+from m2flow.agents.episodes import Episodes, EventLoop, TurnQueue
+from m2flow.engines.contract import EngineSettings, Occupancy
+from m2flow.recipe import Model
+from m2flow.testing.fakes import FakeRollout
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def queue_of(capacity: int, num_slots: int = 2) -> TurnQueue:
+    queue = TurnQueue(num_slots)
+    queue.look(lambda: Occupancy(0, kv_capacity=capacity))
+    return queue
+
+
+def turns(*episodes: int) -> list[Any]:
+    return [SimpleNamespace(episode=SimpleNamespace(id=packed)) for packed in episodes]
+
+
+def order(queue: TurnQueue, *episodes: int, num_free: int = 1) -> list[int]:
+    return [turn.episode.id for turn in queue.chosen(turns(*episodes), num_free)]
+
+
+def turn(queue: TurnQueue, episode: int, num_tokens: int) -> None:
+    queue.asked(episode, num_tokens)
+    queue.given(episode, num_tokens)
+    queue.answered(episode, num_tokens)
+
+
+def test_an_engine_without_a_limit_is_given_everything_as_it_came():
+    queue = TurnQueue(0)
+    assert order(queue, 3, 1, 2, num_free=queue.num_free(1000)) == [3, 1, 2]
+    assert queue.num_to_begin([10, 20, 30], 0) == 3
+
+
+def test_as_long_as_contexts_fit_turns_go_in_the_order_in_which_they_were_asked_for():
+    queue = queue_of(1000)
+    for packed in (3, 1, 2):
+        queue.asked(packed, 10)
+    assert order(queue, 3, 1, 2, num_free=2) == [3, 1]
+    assert order(queue, 3, 1, 2, num_free=0) == []
+
+
+@pytest.mark.parametrize(("lengths", "first"), [([2, 3, 4, 5, 6] * 4, 100), ([1] * 19 + [20], 105), ([1] * 12 + [12] * 4, 105)])
+def test_the_turn_of_the_episode_goes_first_that_is_expected_to_have_the_most_turns_left(lengths: list[int], first: int):
+    """Where all have about as many, that is a fresh one; where most end at once and some go on for long, one that has gone on."""
+    queue = queue_of(10**6)
+    for packed, num_turns in enumerate(lengths):
+        for _ in range(num_turns):
+            turn(queue, packed, 10)
+        queue.ended(packed, is_over=True)
+    for packed, num_turns in ((100, 0), (105, 5)):
+        for _ in range(num_turns):
+            turn(queue, packed, 10)
+        queue.asked(packed, 10)
+    assert order(queue, 100, 105) == order(queue, 105, 100) == [first]
+
+
+def test_episodes_that_did_not_end_here_do_not_count_as_short_ones():
+    queue = queue_of(10**6)
+    for packed in range(40):
+        turn(queue, packed, 10)
+        if packed >= 20:
+            turn(queue, packed, 10)
+        queue.ended(packed, is_over=packed >= 20)  # Half of them were preempted after a turn.
+    turn(queue, 100, 10)
+    for packed in (100, 101):
+        queue.asked(packed, 10)
+    assert order(queue, 100, 101) == [101]
+
+
+def test_once_contexts_do_not_fit_those_go_first_that_the_cache_has():
+    queue = queue_of(100)
+    for packed in range(5):
+        turn(queue, packed, 30)
+    for packed in range(6):
+        queue.asked(packed, 30)
+    assert order(queue, *range(6), num_free=3) == [2, 3, 4]
+    assert order(queue, *range(6), num_free=5) == [2, 3, 4, 0, 1], "then in the order in which they were asked for"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_the_cache_has_is_what_an_engine_keeps_that_evicts_what_was_used_last(seed: int):
+    """Against a plain list of what was used, the latest at the end, which runs over the same capacity."""
+    rng, capacity = random.Random(seed), 100
+    queue, used, running = queue_of(capacity), [], {}
+    for packed in range(8):
+        queue.asked(packed, 0)
+    for _ in range(200):
+        packed = rng.randrange(8)
+        if packed in running:
+            size = running.pop(packed) + rng.randrange(10)
+            used.append((packed, size))
+            queue.answered(packed, size)
+        else:
+            used = [one for one in used if one[0] != packed]
+            running[packed] = rng.randrange(1, 30)
+            queue.given(packed, running[packed])
+        while used and sum(size for _, size in used) + sum(running.values()) > capacity:
+            del used[0]
+        cached = {one for one, _ in used}
+        waiting = [one for one in range(8) if one not in running]
+        for one in waiting:
+            queue.asked(one, 50)  # All together do not fit.
+        if len(waiting) > 2:
+            found = order(queue, *waiting, num_free=len(waiting) - 1)
+            assert found == sorted(waiting, key=lambda one: one not in cached)[: len(waiting) - 1]
+
+
+def test_episodes_begin_as_their_contexts_fit_and_beyond_only_for_a_free_place():
+    queue = queue_of(100)
+    assert queue.num_to_begin([30] * 9, 0) == 3
+    assert queue.num_to_begin([30] * 9, 5) == 5
+    for packed in range(3):
+        queue.begun(packed, 30)
+    assert queue.num_to_begin([30] * 9, 3) == 0, "those that have just begun will ask for these places"
+    for packed in range(3):
+        turn(queue, packed, 30)
+    time.sleep(0.02)  # They wait for tools.
+    assert queue.num_to_begin([30] * 9, 2) == 2
+    queue.ended(0, is_over=True)
+    assert queue.num_to_begin([30] * 9, 0) == 1
+    assert queue_of(0).num_to_begin([30] * 9, 0) == 9, "of an engine that does not say how large its cache is"
+
+
+def test_an_episode_that_has_not_ended_is_expected_to_become_as_long_as_others():
+    queue = queue_of(1000)
+    for packed in range(3):
+        turn(queue, packed, 200)
+        queue.ended(packed, is_over=True)
+    assert queue.num_to_begin([10] * 100, 0) == 5
+
+
+class Watched(FakeRollout):
+    """A fake engine that notes the most requests that it had."""
+
+    most = 0
+
+    def add(self, requests):  # type: ignore[no-untyped-def]
+        super().add(requests)
+        self.most = max(self.most, self.num_unfinished)
+
+
+def hosted(loop: EventLoop, num_slots: int, kv_capacity: int, step_ms: float = 0.0) -> tuple[Watched, Episodes]:
+    options = {"kv_capacity": kv_capacity, "step_ms": step_ms}
+    engine = Watched(Model("fake"), EngineSettings(max_running=num_slots or 256, options=options))
+    engine.start()
+    return engine, Episodes(engine, loop, num_slots=num_slots)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 16])
+@pytest.mark.parametrize("kv_capacity", [0, 1, 300, 10**6])
+def test_an_engine_has_no_more_turns_than_it_decodes_at_once_and_the_episodes_are_the_same(
+    loop: EventLoop, num_slots: int, kv_capacity: int
+):
+    _, plain = hosted(loop, 0, 0)
+    plain.begin([begun(index, wanderer) for index in range(24)])
+    expected = played(plain)
+    engine, episodes = hosted(loop, num_slots, kv_capacity)
+    episodes.begin([begun(index, wanderer) for index in range(24)])
+    found = played(episodes)
+    assert 0 < engine.most <= num_slots
+    assert found.keys() == expected.keys()
+    assert all(same(found[packed], expected[packed]) for packed in expected)
+
+
+def test_no_more_episodes_are_open_than_the_cache_holds_or_the_engine_decodes(loop: EventLoop):
+    open_now, most = 0, 0
+
+    @agent
+    async def counted(chat: Chat, row: Sample) -> float:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        for _ in range(3):
+            await chat.say(str(row.prompt) * 10, max_tokens=4)
+        open_now -= 1
+        return 1.0
+
+    _, episodes = hosted(loop, 4, 50, step_ms=4)
+    starts = [begun(index, counted) for index in range(30)]
+    episodes.begin([replace(start, request=replace(start.request, prompt="x" * 20)) for start in starts])
+    assert len(played(episodes)) == 30
+    assert 4 <= most < 20
+
+
+def test_an_agent_that_takes_long_to_its_first_turn_holds_no_place_for_ever(loop: EventLoop):
+    gone_on = asyncio.Event()
+
+    @agent
+    async def opener(chat: Chat, row: Sample) -> float:
+        if row.id.row < 2:
+            await gone_on.wait()
+        else:
+            gone_on.set()
+        await chat.say("hello", max_tokens=4)
+        return 1.0
+
+    _, episodes = hosted(loop, 2, 1)
+    episodes.begin([begun(index, opener) for index in range(3)])
+    assert len(played(episodes)) == 3
+
+
+def test_an_episode_that_has_not_begun_is_given_up_with_what_it_had(loop: EventLoop):
+    _, episodes = hosted(loop, 1, 1)
+    episodes.begin([begun(0, wanderer)])
+    for _ in range(3):
+        episodes.step()
+    (half,) = episodes.abort([begun(0, wanderer).request.id])
+    assert len(half.tokens)
+    starts = [begun(1, wanderer), begun(2, wanderer), begun(0, wanderer, stopped_row(half))]
+    episodes.begin(starts)
+    waiting = [start.request.id for start in starts[1:]]
+    fresh, stopped = episodes.abort(waiting)
+    assert not len(fresh.tokens)
+    assert same(stopped, half)
+    assert list(played(episodes)) == [starts[0].request.id]
