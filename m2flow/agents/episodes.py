@@ -471,19 +471,35 @@ class TurnQueue:
         return count
 
     def chosen(self, turns: Sequence[_Turn], num_free: int) -> Sequence[_Turn]:
-        """Choose the turns that the engine is given now, of those that were asked for, in that order."""
-        if len(turns) <= num_free:
+        """Choose the turns that the engine is given now, of those that were asked for, in that order.
+
+        Beyond a first one, their contexts and those that it works on fit into its cache: what waits inside the engine evicts others.
+        """
+        if num_free <= 0 or not self._limit:
+            return () if num_free <= 0 else turns
+        in_order = self._in_order(turns) if len(turns) > num_free or self._is_over else turns
+        if not self._capacity:
+            return in_order[:num_free]
+        held, count = sum(self._running.values()), 0
+        for turn in in_order[:num_free]:
+            held += self._contexts[turn.episode.id].num_tokens
+            if held > self._capacity and (count or self._running):
+                break
+            count += 1
+        return in_order[:count]
+
+    def _in_order(self, turns: Sequence[_Turn]) -> Sequence[_Turn]:
+        if self._is_over:
+            return sorted(turns, key=lambda turn: turn.episode.id not in self._cached)
+        if sum(self._num_ended.values()) < _LEAST_ENDED:
             return turns
-        if num_free <= 0:
-            return ()
-        if self._capacity and sum(one.num_tokens for one in self._contexts.values()) > self._capacity:
-            in_order = sorted(turns, key=lambda turn: turn.episode.id not in self._cached)
-        elif sum(self._num_ended.values()) >= _LEAST_ENDED:
-            rest = self._expected_rest()
-            in_order = sorted(turns, key=lambda turn: -rest[min(self._contexts[turn.episode.id].num_turns, len(rest) - 1)])
-        else:
-            return turns[:num_free]
-        return in_order[:num_free]
+        rest = self._expected_rest()
+        return sorted(turns, key=lambda turn: -rest[min(self._contexts[turn.episode.id].num_turns, len(rest) - 1)])
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the contexts of all episodes do not fit into the cache."""
+        return 0 < self._capacity < sum(one.num_tokens for one in self._contexts.values())
 
     @property
     def _mean_tokens(self) -> float:

@@ -96,7 +96,12 @@ def test_once_contexts_do_not_fit_those_go_first_that_the_cache_has():
     for packed in range(6):
         queue.asked(packed, 30)
     assert order(queue, *range(6), num_free=3) == [2, 3, 4]
-    assert order(queue, *range(6), num_free=5) == [2, 3, 4, 0, 1], "then in the order in which they were asked for"
+    turn(queue, 5, 30)
+    assert order(queue, *range(6), num_free=3) == [3, 4, 5]
+    queue.taken_back(5)
+    queue.given(3, 80)
+    queue.answered(3, 80)
+    assert order(queue, *range(6), num_free=2) == [3]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -124,7 +129,23 @@ def test_what_the_cache_has_is_what_an_engine_keeps_that_evicts_what_was_used_la
             queue.asked(one, 50)  # All together do not fit.
         if len(waiting) > 2:
             found = order(queue, *waiting, num_free=len(waiting) - 1)
-            assert found == sorted(waiting, key=lambda one: one not in cached)[: len(waiting) - 1]
+            assert found == sorted(waiting, key=lambda one: one not in cached)[: len(found)]
+
+
+def test_an_engine_is_given_no_more_contexts_at_once_than_its_cache_holds():
+    queue = queue_of(100, num_slots=8)
+    for packed in range(5):
+        queue.asked(packed, 40)
+    assert order(queue, *range(5), num_free=8) == [0, 1]
+    queue.given(0, 40)
+    assert order(queue, *range(1, 5), num_free=7) == [1]
+    queue.given(1, 40)
+    assert order(queue, 2, 3, 4, num_free=6) == []
+    queue.answered(0, 45)
+    assert order(queue, 2, 3, 4, num_free=7) == [2]
+    queue.answered(1, 45)
+    queue.asked(5, 1000)
+    assert order(queue, 5, 2, num_free=8) == [5], "one that alone is too large is the engine's to refuse"
 
 
 def test_episodes_begin_as_their_contexts_fit_and_beyond_only_for_a_free_place():
