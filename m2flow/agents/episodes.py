@@ -344,6 +344,8 @@ class _Context(NamedTuple):
     """Turns that the engine has answered."""
 
 
+_OVERTAKEN, _LEAST_OVERTAKEN = 2, 64
+"""A turn goes first once the engine was given so many turns before it for each episode that has begun, and at least so many."""
 _LEAST_ENDED = 16
 """Episodes that must have ended before the order of turns follows how many turns they took."""
 _OPENS_S, _REPLIES_S = 1.0, 0.005
@@ -359,7 +361,8 @@ class TurnQueue:
     While the contexts of all episodes fit into the engine's KV cache, the turn goes first whose episode is expected to have the most turns
     left (longest processing time first), by the share of episodes that ended after as many turns; before enough have ended, and among
     equals, the one that has waited longest. Once they do not fit, those turns go first whose context is among what was used last, as
-    the cache keeps it. An engine whose cache's size is not known has room for all.
+    the cache keeps it. An engine whose cache's size is not known has room for all. A turn that was passed over often goes before
+    all others (`_OVERTAKEN`).
 
     Source:
         Graham 1969 (longest processing time); Kaplan and Meier 1958 (of episodes that have not ended, too, it is known how many turns they
@@ -384,6 +387,10 @@ class TurnQueue:
         self._num_continued: Counter[int] = Counter()
         """Episodes by the turns after which they ended, and after which they went on."""
         self._ended_tokens = 0
+        self._num_given = 0
+        """Turns that the engine was given."""
+        self._given_before: dict[int, int] = {}
+        """Episode -> how many they were when it asked for its turn."""
         self._expected: dict[int, float] = {}
         """Episodes that are likely to ask for a turn at once, and until when that is so."""
         self._capacity, self._looked_at = 0, -math.inf
@@ -410,12 +417,14 @@ class TurnQueue:
         known = self._contexts.get(packed)
         num_turns = 0 if known is None else known.num_turns
         self._num_continued[num_turns] += 1
+        self._given_before[packed] = self._num_given
         self._contexts[packed] = _Context(num_tokens, num_turns)
 
     def given(self, packed: int, num_tokens: int) -> None:
         """Note that the engine has been given a turn."""
         self._num_held += num_tokens - self._cached.pop(packed, 0)
         self._running[packed] = num_tokens
+        self._num_given += 1
         self._evict()
 
     def answered(self, packed: int, num_tokens: int) -> None:
@@ -442,6 +451,7 @@ class TurnQueue:
     def ended(self, packed: int, *, is_over: bool) -> None:
         """Forget an episode that is over, or goes on elsewhere. Its context stays in the cache, as long as that has room."""
         self._expected.pop(packed, None)
+        self._given_before.pop(packed, None)
         known = self._contexts.pop(packed, None)
         if is_over and known is not None and known.num_turns:
             self._num_ended[known.num_turns] += 1
@@ -489,12 +499,16 @@ class TurnQueue:
         return in_order[:count]
 
     def _in_order(self, turns: Sequence[_Turn]) -> Sequence[_Turn]:
+        rank: Callable[[int], float]
         if self._is_over:
-            return sorted(turns, key=lambda turn: turn.episode.id not in self._cached)
-        if sum(self._num_ended.values()) < _LEAST_ENDED:
+            rank = lambda packed: packed not in self._cached  # noqa: E731
+        elif sum(self._num_ended.values()) >= _LEAST_ENDED:
+            rest = self._expected_rest()
+            rank = lambda packed: -rest[min(self._contexts[packed].num_turns, len(rest) - 1)]  # noqa: E731
+        else:
             return turns
-        rest = self._expected_rest()
-        return sorted(turns, key=lambda turn: -rest[min(self._contexts[turn.episode.id].num_turns, len(rest) - 1)])
+        most = self._num_given - max(_OVERTAKEN * len(self._contexts), _LEAST_OVERTAKEN)
+        return sorted(turns, key=lambda turn: (self._given_before[turn.episode.id] > most, rank(turn.episode.id)))
 
     @property
     def _is_over(self) -> bool:

@@ -132,6 +132,21 @@ def test_what_the_cache_has_is_what_an_engine_keeps_that_evicts_what_was_used_la
             assert found == sorted(waiting, key=lambda one: one not in cached)[: len(found)]
 
 
+def test_a_turn_is_passed_over_only_so_often():
+    queue = queue_of(100, num_slots=1)
+    for packed in range(4):
+        turn(queue, packed, 30)
+    queue.asked(0, 30)  # Its context is the one that the cache has lost.
+    num_before = 0
+    while order(queue, 3, 0) == [3] and num_before < 1000:
+        turn(queue, 3, 30)
+        num_before += 1
+    assert num_before == 64
+    for packed in range(4, 100):
+        queue.begun(packed, 30)
+    assert order(queue, 3, 0) == [3], "of more episodes it has to wait for more"
+
+
 def test_an_engine_is_given_no_more_contexts_at_once_than_its_cache_holds():
     queue = queue_of(100, num_slots=8)
     for packed in range(5):
