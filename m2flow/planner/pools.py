@@ -595,7 +595,10 @@ def is_accepted(shape: ModelShape, layout: Layout, offers: ParallelLayouts, opti
     >>> [is_accepted(shape_named("Qwen2.5-7B"), Layout(tp=2, sp=sp), offered("deepspeed", "train"), {}) for sp in (1, 2)]
     [True, False]
     """
-    if refused_in_all(shape, offers) or any(_traits(shape, layout, options).issuperset(those) for those in offers.excludes):
+    if refused_in_all(shape, offers):
+        return False
+    traits = _traits(shape, layout, options) if offers.excludes else set()
+    if any(traits.issuperset(those) for those in offers.excludes):
         return False
     if any(getattr(layout, degree, 1) > 1 and shape.family not in ("", *families) for degree, families in offers.families):
         return False
