@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import final
 
 import msgspec
+import numpy as np
 
 from m2flow.engines.registry import check_trainer, train_options
 from m2flow.errors import EngineError, M2FlowError, PlanError, SpecError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import check_pins
-from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, Costs
+from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, Costs, EpisodeCosts, EpisodeTurn
 from m2flow.micro.protocol.plan import Choice, Plan, WorkerPlan
 from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
@@ -165,15 +166,16 @@ def question_of(
 
 
 def with_waits(workload: Workload, costs: Costs, spec: ClusterSpec) -> tuple[Workload, tuple[str, ...]]:
-    """The workload, with what episodes wait for those who speak in them from devices of their own, as recorded episodes say; and a doubt
-    about those of whom none says anything.
+    """The workload, with what episodes wait for tools and for those who speak in them from devices of their own, as recorded episodes say;
+    and a doubt about those speakers of whom none says anything.
 
     A turn takes what it takes in the fastest layout that may be chosen, in a batch of the share of all episodes that the turns' share of
     the tokens gives.
     """
     played = costs.episodes().episodes
     num_tokens = sum(turn.num_tokens for one in played for turn in one)
-    found = {call.name: call for call in workload.calls}
+    of_tools = _waits_for_tools(costs.episodes())
+    found = {call.name: msgspec.structs.replace(call, away=of_tools) if call.is_played else call for call in workload.calls}
     unknown = []
     for call in [call for call in workload.calls if call.beside and call.engine is not None]:
         assert call.engine is not None
@@ -197,6 +199,24 @@ def with_waits(workload: Workload, costs: Costs, spec: ClusterSpec) -> tuple[Wor
         found[call.name] = msgspec.structs.replace(call, away=Away(1.0 - share))
     doubts = (UNKNOWN_TURNS.format(", ".join(dict.fromkeys(unknown))),) if unknown else ()
     return msgspec.structs.replace(workload, calls=tuple(found.values())), doubts
+
+
+def _waits_for_tools(known: EpisodeCosts) -> Away:
+    """What episodes wait for tools and for their agents: the line of least squares by the tokens of an episode, where it rises."""
+    if not known.episodes:
+        return Away()
+
+    def seconds(turn: EpisodeTurn) -> float:
+        factors = [[s * (1.0 if (tool := known.tool(name)) is None else tool.factor) for name, s in group] for group in turn.calls]
+        return sum(max(group, default=0.0) for group in factors) + turn.rest_s
+
+    tokens = np.array([sum(turn.num_tokens for turn in one) for one in known.episodes], np.float64)
+    waits_s = np.array([sum(map(seconds, one)) for one in known.episodes], np.float64)
+    spread = tokens - tokens.mean()
+    slope = float(spread @ waits_s / max(spread @ spread, 1.0))
+    most = float(waits_s.mean() / max(tokens.mean(), 1.0))  # A steeper line would have short episodes wait less than not at all.
+    token_s = min(max(slope, 0.0), most)
+    return Away(0.0, token_s, float(waits_s.mean()) - token_s * float(tokens.mean()))
 
 
 def _check_shapes(workload: Workload, shapes: Mapping[str, ModelShape], spec: ClusterSpec) -> None:

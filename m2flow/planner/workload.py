@@ -21,7 +21,8 @@ episodes waits for both. Where recorded episodes say how much others speak (`Awa
 
     T >= s (t0 L + t1 W/n) + what the longest episode waits for others + prefill/n + entering and leaving
 
-since an episode is in one batch at a time. Without any, each decodes all tokens, and no wait is counted.
+since an episode is in one batch at a time. Without any, each decodes all tokens, and no wait is counted. What it waits for tools and for
+its agent is counted likewise, by a line through what recorded episodes of other lengths waited.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ Work = Literal["generate", "forward", "update", "function"]
 
 
 class Away(msgspec.Struct, frozen=True):
-    """What others, on devices of their own, do in a rollout's episodes, and what these wait for it."""
+    """What others, on devices of their own, do in a rollout's episodes, and what these wait for it, and for tools."""
 
     share: float = 0.0
     """Of an episode's tokens, those that others speak."""
     token_s: float = 0.0
-    """Seconds that an episode waits for others, for each of all its tokens."""
+    """Seconds that an episode waits for others and for tools, for each of all its tokens."""
     episode_s: float = 0.0
-    """Seconds that it waits besides: for prefill there, and for the ways there and back."""
+    """Seconds that it waits besides: for prefill there, for the ways there and back, and for tools whether it is long or short."""
 
     @property
     def own(self) -> float:
@@ -93,6 +94,8 @@ class CallLoad(msgspec.Struct, frozen=True):
     """The token limit of a generate call."""
     prompt_bytes: float = 0.0
     """Mean size of the prompts' texts, of a generate call on a dataset."""
+    is_played: bool = False
+    """Whether its samples are episodes of an agent."""
     beside: str = ""
     """The call in whose episodes these turns are, of a speaker on devices of its own: it takes no turns on devices with that call."""
     away: Away = Away()
@@ -242,7 +245,10 @@ class _Step:
     def _with_speakers(self, call: Call, load: CallLoad) -> list[CallLoad]:
         """A call, and the turns in its episodes of those who have devices of their own."""
         apart = _engines_apart(call, self._spec)
-        return [load, *(msgspec.structs.replace(load, name=f"{load.name} by {e.role}", engine=e, beside=load.name) for e in apart)]
+        return [
+            load,
+            *(msgspec.structs.replace(load, name=f"{load.name} by {e.role}", engine=e, is_played=False, beside=load.name) for e in apart),
+        ]
 
     def _load(self, call: Call, names: dict[int, str]) -> CallLoad:
         stage = self._stages[call.ordinal]
@@ -257,6 +263,7 @@ class _Step:
             unit=stage.unit,
             is_barrier=stage.is_barrier or waits,
             after=tuple(names[ordinal] for ordinal in sorted(after)),
+            is_played="agent" in call.options,
         )
         if call.method == "update":
             size, epochs = call.options["minibatch_size"], cast(int, call.options["epochs"])

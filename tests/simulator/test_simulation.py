@@ -33,7 +33,7 @@ from m2flow.micro.protocol.cost_terms import (
 from m2flow.micro.protocol.plan import Plan
 from m2flow.planner.planning import UNKNOWN_TURNS, question_of, with_waits
 from m2flow.planner.search import find_plan
-from m2flow.planner.workload import workload_of
+from m2flow.planner.workload import Away, workload_of
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.simulator import virtual_worker
 from m2flow.simulator.ablation import AblatedCosts, NoRewards, NoSwitches
@@ -453,6 +453,61 @@ def test_a_search_counts_what_episodes_wait_for_those_who_speak_elsewhere_as_a_s
     found_s = simulated.history.periods[1].makespan_s
     assert choice.predicted_step_s == pytest.approx(found_s, rel=0.1)
     assert find_plan(without, lengths, costs, BESIDE, is_alone=True).predicted_step_s != pytest.approx(found_s, rel=0.1)
+
+
+@flow
+def using_tools(batch: int = 1) -> None:
+    policy = Policy("fake")
+    for _ in steps(1):
+        played = policy.rollout(judged, Dataset([{"prompt": "a"}] * batch).take(batch), n=1, max_tokens=99)
+        log(reward=played.reward.mean())
+
+
+@dataclass
+class OfTools(PlainCosts):
+    """Each episode looks something up after each of its turns, two things of the last one at once."""
+
+    lengths: tuple[int, ...] = (12,)
+    most: int = 1_000_000
+
+    def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
+        return DecodeCost(1.0, 0.0, 0.25, self.most)
+
+    def episodes(self) -> EpisodeCosts:
+        looks = (("look", 0.5),), (("look", 0.2), ("look", 0.5))
+        return EpisodeCosts(tuple((EpisodeTurn(0), *(EpisodeTurn(4, 0, looks),) * (n // 4)) for n in self.lengths))
+
+
+ON_ONE = ClusterSpec(
+    pools={"gpus": PoolSpec(device="h100", devices_per_node=1)}, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")
+)
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 64), (16, 64), (64, 4)])
+def test_a_search_counts_what_episodes_wait_for_tools_as_a_simulation_does(batch, most):
+    """A batch that is full hides what some of many wait."""
+    costs, lengths = OfTools(most=most), Given([[12]], prompt=0)
+    graph, models, _ = trace(using_tools, {"batch": batch})
+    without = workload_of(graph, ON_ONE)
+    workload, _ = with_waits(without, costs, ON_ONE)
+    choice = find_plan(workload, lengths, costs, ON_ONE, is_alone=True)
+    program = follow_program(using_tools, {"batch": batch}, steps=1)
+    spec = ON_ONE.model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=most)})
+    simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, lengths)
+    found_s = simulated.history.periods[1].makespan_s
+    assert choice.predicted_step_s == pytest.approx(found_s, rel=0.15)
+    if batch < most:
+        assert find_plan(without, lengths, costs, ON_ONE, is_alone=True).predicted_step_s < 0.9 * found_s
+
+
+@pytest.mark.parametrize(
+    ("lengths", "token_s", "episode_s"),
+    [((12,), 0.0, 3.0), ((4, 12), 0.25, 0.0), ((4, 4, 12), 0.25, 0.0), ((), 0.0, 0.0), ((0,), 0.0, 0.0)],
+)
+def test_what_longer_episodes_wait_for_tools_is_a_line_through_what_was_recorded(lengths, token_s, episode_s):
+    workload, _ = with_waits(workload_of(trace(using_tools, {})[0], ON_ONE), OfTools(lengths=lengths), ON_ONE)
+    (call,) = [call for call in workload.calls if call.is_played]
+    assert call.away == Away(0.0, pytest.approx(token_s), pytest.approx(episode_s))
 
 
 def test_a_plan_says_once_that_the_turns_of_those_who_speak_elsewhere_are_not_known():
