@@ -379,7 +379,7 @@ def test_turns_are_not_kept_from_an_engine_by_samples_that_come_without_end(loop
     episode = begun(0, wanderer).request.id
     episodes.begin([begun(0, wanderer)])
     numbers = iter(range(1, 2000))
-    ended = [0]
+    ended = list[int]()
     while episode not in ended:
         while engine.num_unfinished < 40:
             engine.add([replace(begun(next(numbers), wanderer).request, prompt="plain")])
