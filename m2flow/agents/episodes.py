@@ -58,7 +58,7 @@ from m2flow.engines.contract import Generated, Language, Occupancy, Request, Rol
 from m2flow.errors import InternalError, M2FlowError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
-from m2flow.samples import MAIN, Finish, Sample, SampleId, Segment, keyed_bits
+from m2flow.samples import MAIN, Finish, Prompt, Sample, SampleId, Segment, keyed_bits
 
 _PATIENCE_S = 0.01
 """Longest that a step waits for agents where the engine has nothing to do."""
@@ -143,7 +143,7 @@ class _Episode:
         self.num_effects = 0
         """Tools with effects that run now."""
         num_recorded = sum(len(strands[-1].tokens) for strands in stopped.values() if strands)
-        self.num_tokens = max(num_recorded, len(start.request.prompt))
+        self.num_tokens = max(num_recorded, _size_of(start.request.prompt))
         """About the tokens of the context that its next turn follows."""
         self.task: asyncio.Task[None] | None = None
         self.limit = asyncio.Timeout(None)
@@ -951,6 +951,11 @@ class Episodes:
 def _sampling_of(drawn: Sampling, max_new_tokens: int, stop: tuple[str, ...]) -> Sampling:
     """How a turn is drawn. Kept, since checking the options takes longer than all else that a turn needs here."""
     return replace(drawn, max_new_tokens=max_new_tokens, min_new_tokens=min(drawn.min_new_tokens, max_new_tokens), stop=stop)
+
+
+def _size_of(prompt: Prompt | tuple[int, ...]) -> int:
+    """About the tokens of a prompt: the characters of a text, or of messages."""
+    return sum(len(str(part.get("content") or "")) if isinstance(part, Mapping) else 1 for part in prompt)
 
 
 def _request_of(turn: _Turn) -> Request:

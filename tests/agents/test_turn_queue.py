@@ -310,6 +310,15 @@ def test_no_more_episodes_are_open_than_the_cache_holds_or_the_engine_decodes(lo
     assert 4 <= most < 20
 
 
+def test_prompts_of_messages_are_as_large_as_what_they_say(loop: EventLoop):
+    _, episodes = hosted(loop, 2, 1000)
+    starts = [begun(index, wanderer) for index in range(30)]
+    prompt = [{"role": "system", "content": None}, {"role": "user", "content": "x" * 200}]
+    episodes.begin([replace(start, request=replace(start.request, prompt=prompt)) for start in starts])
+    assert len(episodes._starts) == 25
+    episodes.abort([start.request.id for start in starts])
+
+
 def test_an_agent_that_takes_long_to_its_first_turn_holds_no_place_for_ever(loop: EventLoop):
     gone_on = asyncio.Event()
 
