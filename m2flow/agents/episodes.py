@@ -37,41 +37,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import heapq
 import itertools
 import math
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.remote_speakers import RemoteSpeaker
-from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
-from m2flow.engines import lines_of
+from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
-from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
+from m2flow.errors import InternalError, M2FlowError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
-from m2flow.samples import MAIN, Finish, Sample, SampleId, Segment, keyed_bits
+from m2flow.samples import MAIN, Finish, Prompt, Sample, SampleId, Segment, keyed_bits
 
 _PATIENCE_S = 0.01
 """Longest that a step waits for agents where the engine has nothing to do."""
 _PATIENCE_FOR_SPEAKERS_S = 0.001
 """The same where a speaker in another process has its turn."""
-_MOST_THREADS, _MOST_GIVEN_UP = 64, 512
-"""Plain functions of agents that run at once; and those that were given up and have not ended, above which the next ones fail."""
-_GRACE_S = 6.0
-"""What an agent that runs, or a resource of one, may take to end with its worker: a server that must be killed takes four seconds."""
-_MOST_BLOCKED_S = 60.0
-"""How long code of an agent may keep the event loop while nothing else can go on: it waits for an answer that only the loop can give."""
 _READY_SHARE = 8
 """An engine that decodes by itself gets one turn more for so many that it decodes at once."""
 _MOST_SHOWN = 3
@@ -105,6 +97,8 @@ class _Turn:
     answer: asyncio.Future[Reply | None]
     engine: Episodes
     """The engine of who speaks, which takes the turn."""
+    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+    """Of the time that it may take, from when the engine has it."""
     request: Request | None = None
     strand: Strand | None = None
     """Where its tokens go, once the engine has it."""
@@ -149,9 +143,12 @@ class _Episode:
         self.num_effects = 0
         """Tools with effects that run now."""
         num_recorded = sum(len(strands[-1].tokens) for strands in stopped.values() if strands)
-        self.num_tokens = max(num_recorded, len(start.request.prompt))
+        self.num_tokens = max(num_recorded, _size_of(start.request.prompt))
         """About the tokens of the context that its next turn follows."""
         self.task: asyncio.Task[None] | None = None
+        self.limit = asyncio.Timeout(None)
+        self.left_s: float | None = None
+        """Seconds that it may take yet, while a turn of it waits for an engine."""
         self.host = host
         self.threads: Executor = host.threads
 
@@ -161,9 +158,8 @@ class _Episode:
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         turn = _Turn(self, asked, answer, self.host.engine_of(self, asked.by))
         self.host.post(lambda: self.host.take_turn(self, turn))
-        limit = asyncio.timeout(self.start.bounds.turn_timeout_s)
         try:
-            async with limit:
+            async with turn.limit as limit:
                 return await answer
         except TimeoutError:
             if limit.expired():
@@ -172,6 +168,12 @@ class _Episode:
         finally:
             if answer.cancelled():
                 self.host.post(lambda: self.host.drop_turn(self, turn))
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it, or a turn of it, may take only so long."""
+        bounds = self.start.bounds
+        return bounds.timeout_s is not None or bounds.turn_timeout_s is not None
 
     @property
     def lost_resources(self) -> bool:
@@ -205,7 +207,29 @@ class _Episode:
         if has_effects:
             await done
 
+    def waits(self) -> None:
+        """Stop the clock: a turn waits until an engine takes it."""
+        if (until := self.limit.when()) is not None:
+            with contextlib.suppress(RuntimeError):  # It is over.
+                self.limit.reschedule(None)
+                self.left_s = until - asyncio.get_running_loop().time()
+
+    def waits_no_more(self, turn: _Turn) -> None:
+        """Have the clock go on."""
+        now = asyncio.get_running_loop().time()
+        with contextlib.suppress(RuntimeError):
+            if (seconds := self.start.bounds.turn_timeout_s) is not None:
+                turn.limit.reschedule(now + seconds)
+        with contextlib.suppress(RuntimeError):
+            if self.left_s is not None:
+                self.limit.reschedule(now + self.left_s)
+                self.left_s = None
+
     # The agent
+
+    def begin(self) -> None:
+        """Begin the episode; to be called by the loop."""
+        self.task = asyncio.get_running_loop().create_task(self.run())
 
     async def run(self) -> None:
         """Run the agent to its end, and report it."""
@@ -226,9 +250,9 @@ class _Episode:
         self.host.post(lambda: self.host.end(self, columns, added))
 
     async def _played(self) -> Rewards:
-        limit = asyncio.timeout(self.start.bounds.timeout_s)
+        self.limit = asyncio.timeout(self.start.bounds.timeout_s)
         try:
-            async with limit, contextlib.AsyncExitStack() as stack:
+            async with self.limit, contextlib.AsyncExitStack() as stack:
                 agent = Agent.of(self.start.agent())
                 resources, sampling, bounds = Resources(stack), self.start.request.sampling, self.start.bounds
                 table = Table(
@@ -247,90 +271,9 @@ class _Episode:
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
                 return reward_of(await agent.function(chat, self.start.row, **opened), table)  # type: ignore[misc]
         except TimeoutError:
-            if limit.expired():
+            if self.limit.expired():
                 raise EpisodeFailed("timed_out", f"it took longer than {self.start.bounds.timeout_s} s") from None
             raise
-
-
-# ---- the event loop
-
-
-@final
-class EventLoop:
-    """The event loop of a process's episodes, on a thread of its own."""
-
-    def __init__(self) -> None:
-        self.threads = Threads(_MOST_THREADS, _MOST_GIVEN_UP)
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self.threads)  # asyncio's own has a few threads more than there are cores.
-        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
-        self._is_woken = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._asked_at: float | None = None
-        """Since when the loop has not answered `check`; None: it has."""
-        self._thread.start()
-
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        """Have the loop call a function. What is asked for before the loop gets to it wakes it once."""
-        self._calls.append((function, args))
-        if not self._is_woken:
-            self._is_woken = True
-            self._loop.call_soon_threadsafe(self._call_all)
-
-    def _call_all(self) -> None:
-        self._is_woken = False  # Before the first is taken: one that comes from now on is taken below, or wakes the loop again.
-        while self._calls:
-            function, args = self._calls.popleft()
-            try:
-                function(*args)
-            except Exception as error:
-                self._loop.call_exception_handler({"message": f"{function!r} raised", "exception": error})
-
-    def check(self) -> None:
-        """Check that the loop goes round. To be called now and then while nothing but agents can go on.
-
-        Raises:
-            OpError: code of an agent has kept it for `_MOST_BLOCKED_S`.
-        """
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
-            self.call(self._answers)
-        elif time.monotonic() - self._asked_at > _MOST_BLOCKED_S:
-            raise OpError(
-                f"an agent has blocked the event loop of all episodes for {_MOST_BLOCKED_S:g} s: {self._place()}",
-                now="Await the client's asynchronous form (AsyncOpenAI, httpx.AsyncClient), or what blocks in `asyncio.to_thread(...)`.",
-            )
-
-    def _answers(self) -> None:
-        self._asked_at = None
-
-    def _place(self) -> str:
-        """The line of a user's file that the loop's thread is in."""
-        lines = lines_of(self._thread.ident or 0)
-        libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
-        own = [line for line in lines if "-packages" not in line.file and not line.file.startswith(libraries)]
-        return "{}:{}".format(*(own or lines)[0]) if lines else "where it is, is not known"
-
-    def begin(self, episode: _Episode) -> None:
-        """Begin an episode; to be called by the loop."""
-        episode.task = self._loop.create_task(episode.run())
-
-    def close(self) -> None:
-        """End the loop, and what runs on it."""
-
-        def stop() -> None:
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            ended = asyncio.gather(*tasks, return_exceptions=True)
-            ended.add_done_callback(lambda _: self._loop.stop())
-
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(stop)
-        self._thread.join(_GRACE_S)
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        if not self._thread.is_alive():
-            self._loop.close()
 
 
 # ---- which turns an engine is given, and which episodes begin
@@ -378,6 +321,8 @@ class TurnQueue:
         self._limit = num_slots and num_slots + num_ready
         self._contexts: dict[int, _Context] = {}
         """Of the episodes that have begun and are not over."""
+        self._num_tokens = 0
+        """Of all of them."""
         self._running: dict[int, int] = {}
         self._cached: OrderedDict[int, int] = OrderedDict()
         """Episode -> tokens of the context that the engine works on, and that its cache has; those used last at the end."""
@@ -389,8 +334,11 @@ class TurnQueue:
         self._ended_tokens = 0
         self._num_given = 0
         """Turns that the engine was given."""
-        self._given_before: dict[int, int] = {}
-        """Episode -> how many they were when it asked for its turn."""
+        self._asked_at: dict[int, tuple[int, int]] = {}
+        """Episode -> how many they were when it asked for its turn, and how many were asked for before that."""
+        self._num_asked = 0
+        self._waiting: dict[int, dict[int, None]] = {}
+        """The episodes whose turn waits, as they asked, by the turns that they had: all are not to be sorted in each step."""
         self._expected: dict[int, float] = {}
         """Episodes that are likely to ask for a turn at once, and until when that is so."""
         self._capacity, self._looked_at = 0, -math.inf
@@ -400,15 +348,22 @@ class TurnQueue:
         if self._limit and time.monotonic() - self._looked_at > _LOOKED_S:
             self._capacity, self._looked_at = occupancy().kv_capacity, time.monotonic()
 
+    def cache_lost(self) -> None:
+        """Note that the engine's cache is empty, but for what it works on, and may have another size."""
+        self._cached.clear()
+        self._num_held, self._looked_at = sum(self._running.values()), -math.inf
+
     def num_free(self, num_unfinished: int) -> int:
-        """Count the turns that an engine with so many unfinished requests may be given now."""
-        return self._limit - num_unfinished if self._limit else sys.maxsize
+        """Count the turns that an engine with so many unfinished requests may be given now. Others of these leave turns half its places."""
+        num_running = len(self._running)
+        of_half = min(num_unfinished - num_running, -(-self._limit // 2) - num_running)
+        return max(self._limit - num_unfinished, of_half) if self._limit else sys.maxsize
 
     # What happens to episodes
 
     def begun(self, packed: int, num_tokens: int) -> None:
         """Note that an episode has begun, whose first context will have about so many tokens."""
-        self._contexts[packed] = _Context(num_tokens, 0)
+        self._follows(packed, num_tokens, 0)
         self._expected[packed] = time.monotonic() + _OPENS_S
 
     def asked(self, packed: int, num_tokens: int) -> None:
@@ -417,13 +372,22 @@ class TurnQueue:
         known = self._contexts.get(packed)
         num_turns = 0 if known is None else known.num_turns
         self._num_continued[num_turns] += 1
-        self._given_before[packed] = self._num_given
+        self._asked_at[packed] = self._num_given, self._num_asked
+        self._num_asked += 1
+        self._follows(packed, num_tokens, num_turns)
+        of_same = self._waiting.setdefault(num_turns, {})
+        of_same.pop(packed, None)  # A turn that was given up.
+        of_same[packed] = None
+
+    def _follows(self, packed: int, num_tokens: int, num_turns: int) -> None:
+        self._num_tokens += num_tokens - (self._contexts[packed].num_tokens if packed in self._contexts else 0)
         self._contexts[packed] = _Context(num_tokens, num_turns)
 
     def given(self, packed: int, num_tokens: int) -> None:
         """Note that the engine has been given a turn."""
         self._num_held += num_tokens - self._cached.pop(packed, 0)
         self._running[packed] = num_tokens
+        self._waits_no_more(packed)
         self._num_given += 1
         self._evict()
 
@@ -431,12 +395,16 @@ class TurnQueue:
         """Note that the engine has ended a turn, after which its cache has a context of so many tokens."""
         self._leave(packed, num_tokens)
         if packed in self._contexts:
-            self._contexts[packed] = _Context(num_tokens, self._contexts[packed].num_turns + 1)
+            self._follows(packed, num_tokens, self._contexts[packed].num_turns + 1)
             self._expected[packed] = time.monotonic() + _REPLIES_S
 
     def taken_back(self, packed: int) -> None:
         """Note that the engine has a turn no more."""
         self._leave(packed, self._running.get(packed, 0))
+
+    def _waits_no_more(self, packed: int) -> None:
+        if packed in self._contexts:
+            self._waiting.get(self._contexts[packed].num_turns, {}).pop(packed, None)
 
     def _leave(self, packed: int, num_tokens: int) -> None:
         if packed in self._running:
@@ -451,8 +419,10 @@ class TurnQueue:
     def ended(self, packed: int, *, is_over: bool) -> None:
         """Forget an episode that is over, or goes on elsewhere. Its context stays in the cache, as long as that has room."""
         self._expected.pop(packed, None)
-        self._given_before.pop(packed, None)
+        self._asked_at.pop(packed, None)
+        self._waits_no_more(packed)
         known = self._contexts.pop(packed, None)
+        self._num_tokens -= 0 if known is None else known.num_tokens
         if is_over and known is not None and known.num_turns:
             self._num_ended[known.num_turns] += 1
             self._ended_tokens += known.num_tokens
@@ -470,6 +440,8 @@ class TurnQueue:
         now = time.monotonic()
         self._expected = {packed: until for packed, until in self._expected.items() if until > now}
         num_free -= len(self._expected)
+        if self._is_over:
+            return sum(1 for _ in itertools.islice(sizes, max(num_free, 0)))
         mean = self._mean_tokens
         tokens_left = (self._capacity or math.inf) - sum(max(one.num_tokens, mean) for one in self._contexts.values())
         count = 0
@@ -480,40 +452,45 @@ class TurnQueue:
             count += 1
         return count
 
-    def chosen(self, turns: Sequence[_Turn], num_free: int) -> Sequence[_Turn]:
-        """Choose the turns that the engine is given now, of those that were asked for, in that order.
+    def chosen(self, asked: Mapping[int, _Turn], num_free: int) -> list[_Turn]:
+        """Choose the turns that the engine is given now, in that order, of those by episode that were asked for, as they were.
 
         Beyond a first one, their contexts and those that it works on fit into its cache: what waits inside the engine evicts others.
         """
-        if num_free <= 0 or not self._limit:
-            return () if num_free <= 0 else turns
-        in_order = self._in_order(turns) if len(turns) > num_free or self._is_over else turns
-        if not self._capacity:
-            return in_order[:num_free]
-        held, count = sum(self._running.values()), 0
-        for turn in in_order[:num_free]:
-            held += self._contexts[turn.episode.id].num_tokens
-            if held > self._capacity and (count or self._running):
+        if not self._limit:
+            return list(asked.values())
+        found: list[_Turn] = []
+        held = sum(self._running.values())
+        for packed in itertools.islice(self._in_order(asked, num_free), max(num_free, 0)):
+            held += self._contexts[packed].num_tokens
+            if 0 < self._capacity < held and (found or self._running):
                 break
-            count += 1
-        return in_order[:count]
+            found.append(asked[packed])
+        return found
 
-    def _in_order(self, turns: Sequence[_Turn]) -> Sequence[_Turn]:
-        rank: Callable[[int], float]
+    def _in_order(self, asked: Mapping[int, _Turn], num_free: int) -> Iterator[int]:
+        is_known = sum(self._num_ended.values()) >= _LEAST_ENDED
+        if not self._is_over and (len(asked) <= num_free or not is_known):
+            yield from asked
+            return
+        least = self._num_given - max(_OVERTAKEN * len(self._contexts), _LEAST_OVERTAKEN)
+        first = dict.fromkeys(itertools.takewhile(lambda packed: self._asked_at[packed][0] <= least, asked))
+        yield from first
         if self._is_over:
-            rank = lambda packed: packed not in self._cached  # noqa: E731
-        elif sum(self._num_ended.values()) >= _LEAST_ENDED:
-            rest = self._expected_rest()
-            rank = lambda packed: -rest[min(self._contexts[packed].num_turns, len(rest) - 1)]  # noqa: E731
-        else:
-            return turns
-        most = self._num_given - max(_OVERTAKEN * len(self._contexts), _LEAST_OVERTAKEN)
-        return sorted(turns, key=lambda turn: (self._given_before[turn.episode.id] > most, rank(turn.episode.id)))
+            there = self._cached.keys() & asked.keys()
+            yield from sorted(there - first.keys(), key=self._asked_at.__getitem__)
+            yield from (packed for packed in asked if packed not in there and packed not in first)
+            return
+        rest = self._expected_rest()
+        rank: Callable[[int], float] = lambda num_turns: -rest[min(num_turns, len(rest) - 1)]  # noqa: E731
+        for _, alike in itertools.groupby(sorted(self._waiting, key=rank), key=rank):
+            waiting = heapq.merge(*(self._waiting[num_turns] for num_turns in alike), key=self._asked_at.__getitem__)
+            yield from (packed for packed in waiting if packed in asked and packed not in first)
 
     @property
     def _is_over(self) -> bool:
         """Whether the contexts of all episodes do not fit into the cache."""
-        return 0 < self._capacity < sum(one.num_tokens for one in self._contexts.values())
+        return 0 < self._capacity < self._num_tokens
 
     @property
     def _mean_tokens(self) -> float:
@@ -605,7 +582,11 @@ class Episodes:
         for episode in list(itertools.islice(self._starts.values(), num)):
             del self._starts[episode.id]
             self._queue.begun(episode.id, episode.num_tokens)
-            self._loop.call(self._loop.begin, episode)
+            self._loop.call(episode.begin)
+
+    def cache_lost(self) -> None:
+        """Note that the engine has other weights, or gives its cache back: it has no context in it any more."""
+        self._queue.cache_lost()
 
     def engine_of(self, episode: _Episode, by: str) -> Episodes:
         """The engine of one who speaks in an episode."""
@@ -668,6 +649,8 @@ class Episodes:
             turn = episode.waiting = episode.queued.popleft()
             turn.engine._asked[episode.id] = turn
             turn.engine._queue.asked(episode.id, len(_request_of(turn).prompt) + len(_request_of(turn).prefix))
+            if episode.is_limited:
+                self._loop.call(episode.waits)
 
     def _ask(self) -> None:
         """Give the engines all turns that were asked for since the last time."""
@@ -680,10 +663,17 @@ class Episodes:
         return (self, *(one for one in self._roles.values() if one is not self))
 
     def _ask_engine(self) -> bool:
-        waiting = [turn for packed, turn in self._asked.items() if packed not in turn.episode.host._urgent]
-        asked = self._queue.chosen(waiting, self._queue.num_free(self._engine.num_unfinished))
+        num_free = self._queue.num_free(self._engine.num_unfinished) if self._asked else 0
+        if num_free <= 0:
+            return False
+        self._queue.look(self._engine.occupancy)
+        held = {packed for one in self._all for packed in one._urgent if packed in self._asked}
+        waiting = {packed: turn for packed, turn in self._asked.items() if packed not in held} if held else self._asked
+        asked = self._queue.chosen(waiting, num_free)
         for turn in asked:
             del self._asked[turn.episode.id]
+            if turn.episode.is_limited:
+                self._loop.call(turn.episode.waits_no_more, turn)
             if (before_turn := turn.episode.host.before_turn) is not None:
                 before_turn(_place_of(turn))
         if asked:
@@ -723,7 +713,8 @@ class Episodes:
         """Take turns back from their engines; by episode what there is of each, of those that an engine had."""
         had: dict[Episodes, list[int]] = {}
         for turn in turns:
-            turn.engine._asked.pop(turn.episode.id, None)
+            if turn.engine._asked.pop(turn.episode.id, None) is not None and turn.episode.is_limited:
+                self._loop.call(turn.episode.waits_no_more, turn)
             if turn.engine._turns.pop(turn.episode.id, None) is not None:
                 had.setdefault(turn.engine, []).append(turn.episode.id)
                 turn.engine._queue.taken_back(turn.episode.id)
@@ -850,6 +841,7 @@ class Episodes:
             self._listened = {packed: turn.asked for packed in self._listened if (turn := self._turns.get(packed)) is not None}
             self._pieces.tell(self._listened.items(), self._engine.snapshot, self._loop.call)
         for packed, error in self._engine.refused() if isinstance(self._engine, RemoteSpeaker) else ():
+            self._queue.taken_back(packed)
             self._refused(self._turns.pop(packed), error)
         self._ask()
         finished += self._ended
@@ -959,6 +951,11 @@ class Episodes:
 def _sampling_of(drawn: Sampling, max_new_tokens: int, stop: tuple[str, ...]) -> Sampling:
     """How a turn is drawn. Kept, since checking the options takes longer than all else that a turn needs here."""
     return replace(drawn, max_new_tokens=max_new_tokens, min_new_tokens=min(drawn.min_new_tokens, max_new_tokens), stop=stop)
+
+
+def _size_of(prompt: Prompt | tuple[int, ...]) -> int:
+    """About the tokens of a prompt: the characters of a text, or of messages."""
+    return sum(len(str(part.get("content") or "")) if isinstance(part, Mapping) else 1 for part in prompt)
 
 
 def _request_of(turn: _Turn) -> Request:

@@ -49,16 +49,20 @@ import functools
 import inspect
 import json
 import re
+import sysconfig
 import threading
+import time
 import typing
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, get_args, overload
 
 import pydantic
 
+from m2flow.engines import lines_of
 from m2flow.errors import DatasetError, M2FlowError, OpError, OptionError
 from m2flow.recipe import EpisodeFailure, check_choice, check_count, check_seconds, check_text
 
@@ -484,6 +488,90 @@ def _locals_of(function: Callable[..., object]) -> dict[str, object]:
             found = {**frame.f_locals, **found}
         frame = frame.f_back
     return found
+
+
+# ---- the event loop
+
+_MOST_THREADS, _MOST_GIVEN_UP = 64, 512
+"""Plain functions of agents that run at once; and those that were given up and have not ended, above which the next ones fail."""
+_GRACE_S = 6.0
+"""What an agent that runs, or a resource of one, may take to end with its worker: a server that must be killed takes four seconds."""
+_MOST_BLOCKED_S = 60.0
+"""How long code of an agent may keep the event loop while nothing else can go on: it waits for an answer that only the loop can give."""
+
+
+@final
+class EventLoop:
+    """The event loop of a process's episodes, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.threads = Threads(_MOST_THREADS, _MOST_GIVEN_UP)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(self.threads)  # asyncio's own has a few threads more than there are cores.
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._is_woken = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._asked_at: float | None = None
+        """Since when the loop has not answered `check`; None: it has."""
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop call a function. What is asked for before the loop gets to it wakes it once."""
+        self._calls.append((function, args))
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._call_all)
+
+    def _call_all(self) -> None:
+        self._is_woken = False  # Before the first is taken: one that comes from now on is taken below, or wakes the loop again.
+        while self._calls:
+            function, args = self._calls.popleft()
+            try:
+                function(*args)
+            except Exception as error:
+                self._loop.call_exception_handler({"message": f"{function!r} raised", "exception": error})
+
+    def check(self) -> None:
+        """Check that the loop goes round. To be called now and then while nothing but agents can go on.
+
+        Raises:
+            OpError: code of an agent has kept it for `_MOST_BLOCKED_S`.
+        """
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self.call(self._answers)
+        elif time.monotonic() - self._asked_at > _MOST_BLOCKED_S:
+            raise OpError(
+                f"an agent has blocked the event loop of all episodes for {_MOST_BLOCKED_S:g} s: {self._place()}",
+                now="Await the client's asynchronous form (AsyncOpenAI, httpx.AsyncClient), or what blocks in `asyncio.to_thread(...)`.",
+            )
+
+    def _answers(self) -> None:
+        self._asked_at = None
+
+    def _place(self) -> str:
+        """The line of a user's file that the loop's thread is in."""
+        lines = lines_of(self._thread.ident or 0)
+        libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+        own = [line for line in lines if "-packages" not in line.file and not line.file.startswith(libraries)]
+        return "{}:{}".format(*(own or lines)[0]) if lines else "where it is, is not known"
+
+    def close(self) -> None:
+        """End the loop, and what runs on it."""
+
+        def stop() -> None:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            ended = asyncio.gather(*tasks, return_exceptions=True)
+            ended.add_done_callback(lambda _: self._loop.stop())
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(stop)
+        self._thread.join(_GRACE_S)
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 # ---- calls as models write them

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
+from m2flow.agents.episodes import Episodes, EpisodeStart
+from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import EngineSettings, RolloutEngine
 from m2flow.engines.registry import make_rollout
 from m2flow.errors import OptionError

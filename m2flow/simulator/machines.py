@@ -267,6 +267,7 @@ def with_paces(plan: Plan, spec: ClusterSpec, costs: Costs) -> Plan:
             cost.prefill_token_s,
             cost.enter_s + cost.leave_s + cost.handover_s,
             sources.get(f"{role}.rollout.step_s", "given"),
+            spec.rollout.max_running,
         )
         for role, cost in sorted(slowest.items())
     ]

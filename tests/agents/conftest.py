@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from m2flow.agents.episodes import EventLoop
+from m2flow.agents.tools import EventLoop
 from m2flow.micro.protocol.events import Command, Event, Moved
 from m2flow.micro.scheduler.scheduler import Scheduler
 

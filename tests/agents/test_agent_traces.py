@@ -22,7 +22,8 @@ from tiny_models import byte_tokenizer, save_config
 
 from m2flow import AdamW, Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
 from m2flow.agents.conversation import Transcript
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
+from m2flow.agents.episodes import Episodes, EpisodeStart
+from m2flow.agents.tools import EventLoop
 from m2flow.cli.main import cli
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout

@@ -18,7 +18,7 @@ from resumed_runs import fake_cluster
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, by_conversation, flow, gigpo, steps
 from m2flow.agents.conversation import Conversation, Transcript
-from m2flow.agents.episodes import EventLoop
+from m2flow.agents.tools import EventLoop
 from m2flow.cli.main import cli
 from m2flow.engines.contract import Language
 from m2flow.engines.registry import EngineInfo, engines

@@ -13,7 +13,8 @@ import pytest
 from played_episodes import SPEC, host, played, start_of
 
 from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, tool
-from m2flow.agents.episodes import EpisodeStart, EventLoop
+from m2flow.agents.episodes import EpisodeStart
+from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import Generated, Sums
 from m2flow.errors import EngineError, OpError, OptionError, TraceError
 from m2flow.micro.protocol.update_semantics import UpdateTally
@@ -95,8 +96,8 @@ def quick() -> str:
 
 
 def test_plain_tools_that_hang_take_no_place_from_others_and_too_many_are_a_failure(monkeypatch):
-    monkeypatch.setattr("m2flow.agents.episodes._MOST_THREADS", 2)
-    monkeypatch.setattr("m2flow.agents.episodes._MOST_GIVEN_UP", 4, raising=False)
+    monkeypatch.setattr("m2flow.agents.tools._MOST_THREADS", 2)
+    monkeypatch.setattr("m2flow.agents.tools._MOST_GIVEN_UP", 4, raising=False)
     said: list[list[str]] = []
 
     async def body(chat: Chat, row: Sample) -> float:
@@ -113,7 +114,7 @@ def test_plain_tools_that_hang_take_no_place_from_others_and_too_many_are_a_fail
 
 
 def test_the_time_limit_of_a_plain_tool_begins_when_it_does(monkeypatch):
-    monkeypatch.setattr("m2flow.agents.episodes._MOST_THREADS", 1)
+    monkeypatch.setattr("m2flow.agents.tools._MOST_THREADS", 1)
     said: list[str] = []
 
     @tool(replay="pure", timeout_s=0.5)
@@ -154,7 +155,7 @@ def test_parallel_calls_of_which_one_fails_leave_none_running(loop):
 
 
 def test_an_agent_that_blocks_the_event_loop_for_long_ends_the_run_and_its_line_is_named(loop, monkeypatch):
-    monkeypatch.setattr("m2flow.agents.episodes._MOST_BLOCKED_S", 0.3)
+    monkeypatch.setattr("m2flow.agents.tools._MOST_BLOCKED_S", 0.3)
 
     async def waits(chat: Chat, row: Sample) -> float:
         await asyncio.sleep(0.6)  # That takes as long, and blocks nobody.

@@ -21,9 +21,9 @@ from tiny_models import byte_tokenizer
 
 from m2flow import Chat, Dataset, Policy, Sample, agent, endpoint, flow, steps, tool
 from m2flow.agents.chat import Asked, Reply
-from m2flow.agents.episodes import EpisodeStart, EventLoop
+from m2flow.agents.episodes import EpisodeStart
 from m2flow.agents.http_sessions import Endpoint, _Server, shared_endpoint
-from m2flow.agents.tools import EpisodeFailed
+from m2flow.agents.tools import EpisodeFailed, EventLoop
 from m2flow.engines.contract import Language
 from m2flow.engines.models.model_files import TextCodec
 from m2flow.recipe import AdamW, ChatTemplate

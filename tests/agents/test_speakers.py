@@ -22,7 +22,8 @@ from tokenizers.models import WordLevel
 
 from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, by_conversation, flow, log, op, steps
 from m2flow.agents.conversation import Transcript
-from m2flow.agents.episodes import Episodes, EventLoop
+from m2flow.agents.episodes import Episodes
+from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import Generated, Request
 from m2flow.errors import OptionError, PlanError, SpecError, StateLost, TraceError
 from m2flow.macro.columns import Said, Spoke

@@ -7,15 +7,16 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from played_episodes import begun, played, same, stopped_row, wanderer
 
 from m2flow import Chat, Sample, agent
-from m2flow.agents.episodes import Episodes, EventLoop, TurnQueue
+from m2flow.agents.episodes import Episodes, EpisodeStart, TurnQueue
+from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import EngineSettings, Occupancy
+from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model
 from m2flow.testing.fakes import FakeRollout
 
@@ -33,12 +34,10 @@ def queue_of(capacity: int, num_slots: int = 2) -> TurnQueue:
     return queue
 
 
-def turns(*episodes: int) -> list[Any]:
-    return [SimpleNamespace(episode=SimpleNamespace(id=packed)) for packed in episodes]
-
-
 def order(queue: TurnQueue, *episodes: int, num_free: int = 1) -> list[int]:
-    return [turn.episode.id for turn in queue.chosen(turns(*episodes), num_free)]
+    """Which of these are given their turns; they have asked in this order."""
+    asked: dict[int, Any] = {packed: packed for packed in episodes}
+    return list(queue.chosen(asked, num_free))  # type: ignore[arg-type]
 
 
 def turn(queue: TurnQueue, episode: int, num_tokens: int) -> None:
@@ -73,7 +72,7 @@ def test_the_turn_of_the_episode_goes_first_that_is_expected_to_have_the_most_tu
         for _ in range(num_turns):
             turn(queue, packed, 10)
         queue.asked(packed, 10)
-    assert order(queue, 100, 105) == order(queue, 105, 100) == [first]
+    assert order(queue, 100, 105) == [first]
 
 
 def test_episodes_that_did_not_end_here_do_not_count_as_short_ones():
@@ -138,13 +137,13 @@ def test_a_turn_is_passed_over_only_so_often():
         turn(queue, packed, 30)
     queue.asked(0, 30)  # Its context is the one that the cache has lost.
     num_before = 0
-    while order(queue, 3, 0) == [3] and num_before < 1000:
+    while order(queue, 0, 3) == [3] and num_before < 1000:
         turn(queue, 3, 30)
         num_before += 1
     assert num_before == 64
     for packed in range(4, 100):
         queue.begun(packed, 30)
-    assert order(queue, 3, 0) == [3], "of more episodes it has to wait for more"
+    assert order(queue, 0, 3) == [3], "of more episodes it has to wait for more"
 
 
 def test_an_engine_is_given_no_more_contexts_at_once_than_its_cache_holds():
@@ -187,6 +186,57 @@ def test_an_episode_that_has_not_ended_is_expected_to_become_as_long_as_others()
     assert queue.num_to_begin([10] * 100, 0) == 5
 
 
+def test_others_requests_in_the_engine_leave_half_its_places_to_turns():
+    queue = queue_of(0, num_slots=4)
+    assert queue.num_free(0) == 4
+    assert queue.num_free(4) == queue.num_free(40) == 2, "samples that are no episodes may come without end"
+    queue.given(0, 10)
+    assert queue.num_free(1) == 3
+    assert queue.num_free(5) == 1
+    queue.given(1, 10)
+    assert queue.num_free(6) <= 0
+    assert queue.num_free(3) == 1
+
+
+def test_a_cache_that_is_lost_has_no_context():
+    queue = queue_of(100)
+    for packed in range(5):
+        turn(queue, packed, 30)
+    for packed in range(6):
+        queue.asked(packed, 30)
+    assert order(queue, *range(6), num_free=2) == [2, 3]
+    queue.cache_lost()
+    assert order(queue, *range(6), num_free=2) == [0, 1]
+    queue.look(lambda: Occupancy(0, kv_capacity=10**6))
+    assert order(queue, *range(6), num_free=6) == [0, 1, 2, 3, 4, 5], "it has another size now"
+
+
+class Counted(dict[int, Any]):
+    """Turns that note how many of them were looked at."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for packed in super().__iter__():
+            self.num_seen += 1
+            yield packed
+
+
+@pytest.mark.parametrize("kv_capacity", [0, 1000, 10**9])
+@pytest.mark.parametrize("num_ended", [0, 40])
+def test_to_choose_a_few_of_many_turns_looks_at_few(kv_capacity: int, num_ended: int):
+    queue = queue_of(kv_capacity)
+    for packed in range(num_ended):
+        turn(queue, packed, 10)
+        queue.ended(packed, is_over=True)
+    asked = Counted({packed: packed for packed in range(100, 5100)})
+    for packed in asked:
+        queue.asked(packed, 10)
+    asked.num_seen = 0
+    assert list(queue.chosen(asked, 2)) == [100, 101]
+    assert asked.num_seen < 20
+
+
 class Watched(FakeRollout):
     """A fake engine that notes the most requests that it had."""
 
@@ -195,6 +245,26 @@ class Watched(FakeRollout):
     def add(self, requests):  # type: ignore[no-untyped-def]
         super().add(requests)
         self.most = max(self.most, self.num_unfinished)
+
+
+def speaker_hosts(loop: EventLoop, num_slots: int, kv_capacity: int) -> dict[str, Episodes]:
+    found: dict[str, Episodes] = {}
+    for role in ("policy", "rival"):
+        engine = FakeRollout(Model(role), EngineSettings(options={"kv_capacity": kv_capacity}))
+        engine.start()
+        found[role] = Episodes(engine, loop, found, num_slots)
+    return found
+
+
+def duel(index: int) -> EpisodeStart:
+    @agent
+    async def two(chat: Chat, row: Sample) -> float:
+        other = chat.conversation("other", by="rival")
+        for _ in range(3):
+            await chat.say((await other.say("you first", max_tokens=5)).text, max_tokens=4)
+        return 1.0
+
+    return begun(index, two, bounds=Bounds(8, max_conversations=2, speakers=(("rival", "rival"),)))
 
 
 def hosted(loop: EventLoop, num_slots: int, kv_capacity: int, step_ms: float = 0.0) -> tuple[Watched, Episodes]:
@@ -240,6 +310,15 @@ def test_no_more_episodes_are_open_than_the_cache_holds_or_the_engine_decodes(lo
     assert 4 <= most < 20
 
 
+def test_prompts_of_messages_are_as_large_as_what_they_say(loop: EventLoop):
+    _, episodes = hosted(loop, 2, 1000)
+    starts = [begun(index, wanderer) for index in range(30)]
+    prompt = [{"role": "system", "content": None}, {"role": "user", "content": "x" * 200}]
+    episodes.begin([replace(start, request=replace(start.request, prompt=prompt)) for start in starts])
+    assert len(episodes._starts) == 25
+    episodes.abort([start.request.id for start in starts])
+
+
 def test_an_agent_that_takes_long_to_its_first_turn_holds_no_place_for_ever(loop: EventLoop):
     gone_on = asyncio.Event()
 
@@ -271,3 +350,83 @@ def test_an_episode_that_has_not_begun_is_given_up_with_what_it_had(loop: EventL
     assert not len(fresh.tokens)
     assert same(stopped, half)
     assert list(played(episodes)) == [starts[0].request.id]
+
+
+@pytest.mark.parametrize(("num_slots", "kv_capacity"), [(1, 1), (3, 300)])
+def test_whatever_waits_when_episodes_are_stopped_they_go_on_as_if_nothing_had_happened(loop: EventLoop, num_slots: int, kv_capacity: int):
+    """Before they begin, while a turn waits, and while an engine works on one."""
+    _, plain = hosted(loop, 0, 0)
+    plain.begin([begun(index, wanderer) for index in range(10)])
+    expected, dice = played(plain), random.Random(num_slots)
+    found: dict[int, Any] = {}
+    stopped: dict[int, Any] = {}
+    left = {begun(index, wanderer).request.id: index for index in range(10)}
+    while left:
+        _, episodes = hosted(loop, num_slots, kv_capacity)
+        episodes.begin([begun(index, wanderer, stopped.get(packed)) for packed, index in left.items()])
+        for _ in range(dice.randint(0, 30)):
+            assert episodes.num_unfinished == len(left)
+            for made in episodes.step():
+                found[made.id] = made
+                del left[made.id]
+            counts = episodes.progress()
+            assert counts.keys() == left.keys()
+            assert counts == {made.id: made.num_sampled for made in episodes.snapshot(counts)}
+            occupancy = episodes.occupancy()
+            assert occupancy.num_running + occupancy.num_queued == len(left)
+        for made in episodes.abort(list(left)):
+            stopped[made.id] = stopped_row(made) if made.num_sampled else None
+        assert (episodes.num_unfinished, episodes.num_away) == (0, 0)
+        queue = episodes._queue
+        assert not any((queue._contexts, queue._running, queue._expected, queue._asked_at, *queue._waiting.values()))
+        assert queue._num_tokens == 0
+    assert all(same(found[packed], expected[packed]) for packed in expected)
+
+
+def test_turns_are_not_kept_from_an_engine_by_samples_that_come_without_end(loop: EventLoop):
+    engine, episodes = hosted(loop, 2, 0)
+    episode = begun(0, wanderer).request.id
+    episodes.begin([begun(0, wanderer)])
+    numbers = iter(range(1, 2000))
+    ended = list[int]()
+    while episode not in ended:
+        while engine.num_unfinished < 40:
+            engine.add([replace(begun(next(numbers), wanderer).request, prompt="plain")])
+        ended = [made.id for made in episodes.step()]
+
+
+def test_the_queue_of_a_role_that_only_speaks_knows_its_engine_s_cache(loop: EventLoop):
+    hosts = speaker_hosts(loop, num_slots=2, kv_capacity=77)
+    hosts["policy"].begin([duel(index) for index in range(4)])
+    while hosts["policy"].num_unfinished:
+        for one in hosts.values():
+            one.step()
+    assert hosts["rival"]._queue._capacity == hosts["policy"]._queue._capacity == 77
+
+
+def test_a_limit_of_time_does_not_run_while_a_turn_waits_for_the_engine(loop: EventLoop):
+    @agent
+    async def twice(chat: Chat, row: Sample) -> float:
+        for _ in range(2):
+            await chat.say("hello", max_tokens=6)
+        return 1.0
+
+    _, episodes = hosted(loop, 1, 0, step_ms=10)
+    bounds = Bounds(8, timeout_s=1.0, turn_timeout_s=0.5)
+    episodes.begin([begun(index, twice, bounds=bounds) for index in range(16)])
+    assert [made.columns["failure"] for made in played(episodes).values()] == [""] * 16
+
+
+@pytest.mark.parametrize("bounds", [Bounds(8, timeout_s=0.3), Bounds(8, turn_timeout_s=0.3)])
+def test_a_limit_of_time_runs_once_the_engine_has_the_turn(loop: EventLoop, bounds: Bounds):
+    @agent
+    async def slow(chat: Chat, row: Sample) -> float:
+        await chat.say("hello", max_tokens=110)
+        return 1.0
+
+    _, episodes = hosted(loop, 1, 0, step_ms=100)
+    starts = [begun(index, slow, bounds=bounds) for index in range(3)]
+    sampling = replace(starts[0].request.sampling, ignore_eos=True)
+    episodes.begin([replace(start, request=replace(start.request, sampling=sampling)) for start in starts])
+    found = played(episodes).values()
+    assert {made.columns["failure"] for made in found} == {"timed_out" if bounds.timeout_s else "turn_timed_out"}

@@ -20,9 +20,8 @@ from scripted_model import CALL, Script, chat_of
 from m2flow import Chat, Dataset, Policy, flow, steps
 from m2flow.agents.chat import Asked, Reply, Resources, Table
 from m2flow.agents.conversation import Conversation
-from m2flow.agents.episodes import EventLoop
 from m2flow.agents.http_sessions import _Server
-from m2flow.agents.tools import EpisodeFailed
+from m2flow.agents.tools import EpisodeFailed, EventLoop
 from m2flow.agents.verifiers_envs import _world, _worlds, verifiers_agent, verifiers_rows
 from m2flow.errors import DatasetError, MissingExtra, OptionError
 from m2flow.recipe import AdamW

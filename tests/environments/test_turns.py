@@ -18,7 +18,7 @@ import pytest
 from fake_clusters import SPLIT
 
 from m2flow import Chat, Dataset, Policy, Sample, agent, by_conversation, flow, steps
-from m2flow.agents.episodes import EventLoop
+from m2flow.agents.tools import EventLoop
 from m2flow.environments.env import Env, Step
 from m2flow.environments.openenv import OpenEnv
 from m2flow.environments.turns import PettingZoo, Turn, TurnEnv, play, play_by_turns

@@ -13,7 +13,8 @@ from played_episodes import host, start_of, stopped_row
 
 from m2flow import Chat, Sample, ToolCall, agent, tool
 from m2flow.agents.conversation import Transcript
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
+from m2flow.agents.episodes import Episodes, EpisodeStart
+from m2flow.agents.tools import EventLoop
 from m2flow.cli.main import cli
 from m2flow.engines.contract import Generated
 from m2flow.recipe import Episodes as Bounds

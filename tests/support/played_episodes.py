@@ -9,7 +9,8 @@ import numpy as np
 
 from m2flow import Chat, Sample, ToolCall, agent, tool
 from m2flow.agents.conversation import Transcript
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
+from m2flow.agents.episodes import Episodes, EpisodeStart
+from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.micro.protocol import call_semantics
 from m2flow.recipe import Episodes as Bounds

@@ -8,7 +8,8 @@ from played_episodes import start_of
 
 from m2flow import Chat, Dataset, Policy, Sample, agent, by_conversation, flow, log, nll, steps
 from m2flow.agents.conversation import Transcript
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop
+from m2flow.agents.episodes import Episodes, EpisodeStart
+from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import EngineSettings
 from m2flow.recipe import AdamW, Model
 from m2flow.recipe import Episodes as Bounds

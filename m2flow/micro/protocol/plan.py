@@ -325,6 +325,8 @@ class Pace(msgspec.Struct, frozen=True):
     """Other time that moving a sample takes."""
     source: str
     """`measured` or `modelled`."""
+    max_running: int = 0
+    """Samples that an instance decodes at once; 0: as many as it holds."""
 
 
 class Line(msgspec.Struct, frozen=True):

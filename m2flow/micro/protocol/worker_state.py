@@ -175,6 +175,8 @@ class TaskState:
     """What the worker does, for the display: the name of a call, or the kind of the task."""
     rows_left: int = 0
     """Samples of a generation that run or wait there."""
+    chunk: int = 1
+    """How many of that call an instance holds at once."""
     num_judging: int = 0
     """Rows that a function works on."""
     speakers: set[str] = field(default_factory=set)
@@ -206,6 +208,8 @@ class WorkerState:
     num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
     num_running: int = 0
     """Samples that generate here, of all roles."""
+    running_of: dict[int, int] = field(default_factory=dict)
+    """How many of a call an instance holds at once -> how many of such calls these are."""
     num_judging: int = 0
     """Rows of its tasks on functions."""
     num_guests: int = 0
@@ -221,6 +225,11 @@ class WorkerState:
     """How often it was restarted."""
     states: set[str] = field(default_factory=set)
     """User roles whose state is here."""
+
+    def room_for(self, chunk: int) -> int:
+        """Count the samples that may begin here of a call of which an instance holds so many at once. Each that is here takes the share
+        that its own call gives it: a plain sample as much as several episodes."""
+        return chunk - sum(-(-num * chunk // of) for of, num in self.running_of.items())
 
     @property
     def is_generating(self) -> bool:

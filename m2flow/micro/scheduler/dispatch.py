@@ -92,7 +92,7 @@ class RolloutDispatch:
             if self._state.has_given_back(worker, call_state):
                 continue
             if call_state.is_under_policy:
-                room = min(call_state.stage.chunk - worker.num_running, call_state.num_may_begin)
+                room = min(worker.room_for(call_state.stage.chunk), call_state.num_may_begin)
                 if room > 0 and self._has_samples_for(worker, call_state):
                     return lambda call_state=call_state, room=room: self._give_by_policy(worker, call_state, room)  # type: ignore[misc]
             else:
@@ -111,7 +111,7 @@ class RolloutDispatch:
 
     def _quota(self, worker: WorkerState, call_state: CallState) -> int:
         """Count the samples of a call that this worker may take now: its even share of what is left, if there is room."""
-        room = call_state.stage.chunk - worker.num_running
+        room = worker.room_for(call_state.stage.chunk)
         quota = min(room, call_state.num_may_begin, call_state.share - call_state.out_at.get(worker.name, 0))
         return self._state.credits.num_may_begin(call_state, worker.name, quota)
 

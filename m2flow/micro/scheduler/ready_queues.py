@@ -193,6 +193,9 @@ class Tasks:
         words = type(task).__name__ if call_state is None else call_state.name
         self._tasks[task.number] = TaskState(worker.name, engine, task, words, rows, num_judging)
         worker.num_tasks[engine] += 1
+        if rows and call_state is not None:
+            chunk = self._tasks[task.number].chunk = max(call_state.stage.chunk, 1)
+            worker.running_of[chunk] = worker.running_of.get(chunk, 0) + rows
         worker.num_running += rows
         worker.num_judging += num_judging
         if worker.lease is not None:
@@ -272,6 +275,7 @@ class Tasks:
         if num_rows:
             task.rows_left -= num_rows
             worker.num_running -= num_rows
+            worker.running_of[task.chunk] -= num_rows
             self._calls[number].out_at[worker.name] -= num_rows
         return worker
 

@@ -347,6 +347,8 @@ class PolicyDispatch:
 
     def _decode_model(self) -> DecodeModel:
         most, pace = max(self.call_state.stage.chunk, 1), self._pace
+        if pace is not None and pace.max_running:
+            most = min(most, pace.max_running)  # An instance holds more episodes than it decodes at once.
         return DecodeModel(max_batch=most) if pace is None else DecodeModel(max(pace.step_s, _LEAST_STEP_S), pace.sample_s, most)
 
     def _show(self, rows: Sequence[int]) -> None:
@@ -372,7 +374,7 @@ class PolicyDispatch:
     # ---- assigning
 
     def _room(self, j: int) -> int:
-        return self.call_state.stage.chunk - self._workers[j].num_running - len(self._hands[j])
+        return self._workers[j].room_for(self.call_state.stage.chunk) - len(self._hands[j])
 
     def _list(self, j: int) -> None:
         """List an instance that may take more."""

@@ -32,8 +32,9 @@ import msgspec
 import numpy as np
 
 from m2flow.agents.conversation import Transcript
-from m2flow.agents.episodes import Episodes, EpisodeStart, EventLoop, TurnPlace
+from m2flow.agents.episodes import Episodes, EpisodeStart, TurnPlace
 from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
+from m2flow.agents.tools import EventLoop
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.tensors import to_wire
@@ -85,7 +86,7 @@ class Draining:
         """Note that the engine got more samples: it is not draining."""
         self._open.pop(role, None)
 
-    def left(self, role: str, engine: RolloutEngine, at_ns: int, *, num_ended: int = 0, num_stopped: int = 0) -> None:
+    def left(self, role: str, engine: RolloutEngine | Episodes, at_ns: int, *, num_ended: int = 0, num_stopped: int = 0) -> None:
         """Note samples that left the engine at `at_ns`, ended or stopped before their end."""
         if not num_ended + num_stopped:
             return
@@ -517,7 +518,7 @@ class EngineHost:
                 is_waiting = not (finished or any(one.num_unfinished for one in self._rollout.values()))
                 self._waits_for_agents(end if is_waiting and num_running else start, is_waiting=is_waiting)
                 self._finished += [(generated, end) for generated in finished]
-                self._draining.left(role, engine, end, num_ended=len(finished))
+                self._draining.left(role, generator, end, num_ended=len(finished))
         is_last = len(self._finished) == len(self._inflight) and not len(self._guests)
         if is_last:
             self._sample_spans.flush()
@@ -560,7 +561,7 @@ class EngineHost:
         for role, generator in self._generators.items():
             gone = generator.abort(ids)
             if role in self._rollout:
-                self._draining.left(role, self._rollout[role], now_ns(), num_stopped=len(gone))
+                self._draining.left(role, generator, now_ns(), num_stopped=len(gone))
             found += gone
         return found
 
@@ -612,7 +613,11 @@ class EngineHost:
     def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
         """Each role that can generate, how full its engine is, and the version of its weights; after the end, none."""
         engines = {} if self._is_closed else self._rollout
-        return ((role, engine.occupancy(), engine.version) for role, engine in engines.items())
+        for role, engine in engines.items():
+            found = engine.occupancy()
+            if role in self._episodes:  # Most of its turns wait before the engine.
+                found = found._replace(num_queued=self._episodes[role].occupancy().num_queued)
+            yield role, found, engine.version
 
     def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
         """Return, for each role that generates, how full its engine is, and the tokens so far of each sample there."""
@@ -804,6 +809,7 @@ class EngineHost:
             self._weight_syncs.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
         else:
             self._weight_syncs.load(role, version, manifest, engine, under_requests=under_requests)
+        self._cache_lost(role)
         self._logprob_check.check_probe(role, self._logprob_check.probe(role, version) if manifest is None else manifest.probe, engine)
 
     def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
@@ -813,6 +819,11 @@ class EngineHost:
     def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]], *, under_requests: bool = False) -> None:
         """Take weights that `keep_weights` gave into the role's rollout engine."""
         self._weight_syncs.take(role, version, kept, self._engine(self._rollout, role), under_requests=under_requests)
+        self._cache_lost(role)
+
+    def _cache_lost(self, role: str) -> None:
+        if role in self._episodes:
+            self._episodes[role].cache_lost()
 
     @accounted("switch")
     def switch(self, to: str) -> None:
@@ -821,6 +832,7 @@ class EngineHost:
             if slot.kind == "rollout":
                 self._draining.over(slot.role)
                 self._guests.send_away("its engine leaves its devices", slot.role)
+                self._cache_lost(slot.role)
         with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
             for slot, engine in self._of_turn(self._turn):
                 offload(self._recorder, slot, engine)
@@ -833,6 +845,7 @@ class EngineHost:
         for slot in self._slots:
             if slot.kind == "rollout":
                 shrink_kv_cache(self._recorder, slot, self._rollout[slot.role])
+                self._cache_lost(slot.role)
 
     def _of_turn(self, turn: str) -> Iterator[tuple[EngineSlot, Engine]]:
         for slot in self._slots:

@@ -4,12 +4,14 @@
 worker does its tasks in order, except that generation goes on beside them.
 """
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_rig import Rig, program
 
-from m2flow import Dataset, Sample, flow, op
+from m2flow import Chat, Dataset, Policy, Sample, agent, flow, op
 from m2flow.errors import EngineError, RewardError, StateLost
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
@@ -27,7 +29,9 @@ from m2flow.micro.protocol.events import (
     WorkerJoined,
     WorkerLost,
 )
+from m2flow.micro.protocol.plan import Pace
 from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 
 many = settings(max_examples=150, deadline=None)
@@ -132,6 +136,49 @@ def test_what_fails_is_given_up_wherever_it_runs():
     rig.do("rollout-1", rig.queues["rollout-1"].popleft())  # The end of what was given up.
     assert rig.rejected.keys() == {generate}
     assert rig.scheduler.is_idle
+
+
+@agent
+async def speaker(chat: Chat, row: Sample) -> float:
+    await chat.say("go on")
+    return 1.0
+
+
+@flow
+def samples_and_episodes() -> None:
+    policy, prompts = Policy("fake"), Dataset([{"prompt": "a"}] * 64)
+    policy.generate(prompts.take(8), max_new_tokens=3).length.mean()
+    policy.rollout(speaker, prompts.take(40), max_tokens=5, max_turns=2).length.mean()
+
+
+def test_episodes_of_a_later_call_take_no_room_from_an_earlier_one_s_samples(monkeypatch):
+    monkeypatch.setattr("scheduler_rig.program", samples_and_episodes)
+    rig = Rig(SPLIT.model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=2)}))
+    begun: list[str] = []
+    told = rig.told
+
+    def note(worker: str, message: m.ToWorker) -> None:
+        if isinstance(message, m.Generate):
+            begun.extend([rig.calls[message.call].method] * len(message.ids))
+        told(worker, message)
+
+    monkeypatch.setattr(rig, "told", note)
+    for ordinal in rig.calls:
+        rig.add(ordinal)
+    most = 0
+    while rig.act():
+        most = max(most, rig.num_out("rollout-0"))
+    assert begun[:8] == ["generate"] * 8
+    assert begun[8:] == ["rollout"] * 40
+    assert most >= 14, "an instance holds eight episodes for each sample that it decodes at once"
+
+
+def test_policies_take_an_instance_to_decode_no_more_at_once_than_it_does():
+    dispatch = object.__new__(PolicyDispatch)
+    dispatch.call_state = SimpleNamespace(stage=SimpleNamespace(chunk=64))
+    for most, expected in ((8, 8), (0, 64), (100, 64)):
+        dispatch._pace = Pace("policy", 0.01, 0.001, 0.0, 0.0, "modelled", most)
+        assert dispatch._decode_model().max_batch == expected
 
 
 def test_wanted_rows_come_to_the_controller_once_they_are_there_and_only_once():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from fake_clusters import generate_call, prompts
+from played_episodes import begun, wanderer
 
-from m2flow.engines.contract import EngineSettings
+from m2flow.engines.contract import EngineSettings, Occupancy
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.observe.spans import Recorder
@@ -55,3 +57,49 @@ def test_an_abort_takes_along_what_has_finished_but_not_left(gathering: EngineHo
 
     assert gathering.num_unfinished == 20
     assert [(call, sorted(left)) for call, left in left_after(gathering, 40)] == [(1, kept)]
+
+
+def test_episodes_that_wait_before_their_engine_are_said_to_wait_and_it_does_not_drain_before_they_have_begun() -> None:
+    engine_host = EngineHost(
+        [EngineSlot("policy", "rollout", "fake")],
+        {"policy": Model("fake")},
+        {"rollout": EngineSettings(max_running=1, options={"kv_capacity": 1})},
+        run_seed=0,
+        recorder=Recorder("engine_host"),
+        shared_prefix="",
+    )
+    engine_host.open()
+    episodes = engine_host._speaking("policy")
+    starts = [begun(index, wanderer) for index in range(4)]
+    episodes.begin([replace(start, request=replace(start.request, prompt="a prompt")) for start in starts])
+    ((_, occupancy, _),) = engine_host.gauges()
+    assert (occupancy.num_running, occupancy.num_queued) == (0, 3)
+    for start in starts:
+        assert len(engine_host._stopped([start.request.id])) == 1
+        assert ("policy" in engine_host._draining._open) == (start is starts[-1])
+        episodes.step()
+    engine_host.close()
+
+
+def test_an_engine_that_gets_other_weights_or_gives_its_cache_back_has_no_contexts_any_more() -> None:
+    engine_host = EngineHost(
+        [EngineSlot("policy", "rollout", "fake", "rollout")],
+        {"policy": Model("fake")},
+        {"rollout": EngineSettings(max_running=2, options={"kv_capacity": 10**6})},
+        run_seed=0,
+        recorder=Recorder("engine_host"),
+        shared_prefix="",
+        takes_turns=True,
+    )
+    engine_host.open()
+    queue = engine_host._speaking("policy")._queue
+    kept = list(engine_host._rollout["policy"].weights())
+    for lose in (engine_host.shrink_kv_cache, lambda: engine_host.load_kept("policy", 1, kept), lambda: engine_host.switch("train")):
+        queue.look(lambda: Occupancy(0, kv_capacity=10**6))
+        for happens in (queue.asked, queue.given, queue.answered):
+            happens(1, 50)
+        assert queue._cached
+        lose()
+        assert not queue._cached
+        assert queue._num_held == 0
+    engine_host.close()
