@@ -609,8 +609,7 @@ class Policy(BuiltInRole):
             agent: an async function under `@agent`, which gets a `Chat` and the row, and returns the reward.
             max_tokens: of a conversation after its first prompt, those of tools included. A turn that reaches it is cut off.
             max_turns: turns of the model, of a conversation.
-            timeout_s, turn_timeout_s: seconds that an episode, or one turn of it, may take; they do not count while a turn waits for its
-                engine to take it.
+            timeout_s, turn_timeout_s: seconds that an episode, or one turn of it, may take, without those until an engine takes the turn.
             failed: what becomes of an episode whose agent or tools failed: `mask`: it is in no result, so in no loss and no baseline;
                 `raise`: it ends the run; `zero`: its reward is 0. The number of each cause (`m2flow.recipe.EpisodeFailure`) is logged.
             history: where the chat template rewrites what the model said once a further message follows: `append` keeps the tokens as they

@@ -11,10 +11,10 @@ A `FakeWorker` reads messages as the real worker does (`m2flow.micro.worker.task
 an engine whose device the other kind has. What is under way on it, the model counts by what it was told and what it answered, not by that
 queue: a task that is lost, started out of turn, or answered twice, is found.
 
-From its construction until `close`, a model is the running flow: calls are real ones, recorded by a session. What a worker says is
-delivered in its order, at moments that the caller chooses, and sometimes twice. An AssertionError says which rule was broken: a sample in
-two places, weights outside of a call's window, a device with two owners, rows trained on twice, counts that differ from a recount, calls
-that nobody works on. Workers die, are detected as lost and restart; trainers do not, since only a checkpoint could restore them.
+Until `close`, a model is the running flow: calls are real ones, recorded by a session. What a worker says is delivered in its order, at
+moments that the caller chooses, and sometimes twice. An AssertionError says which rule was broken: a sample in two places, weights outside
+of a call's window, a device with two owners, rows trained on twice, counts that differ from a recount, calls that nobody works on. Workers
+die, are detected as lost and restart; trainers do not, since only a checkpoint could restore them.
 """
 
 from __future__ import annotations
@@ -468,9 +468,8 @@ def recount(scheduler: Scheduler, fakes: Mapping[str, FakeWorker], at_controller
         _recount_call(scheduler_state, state, tasks)
     _recount_weights(scheduler, fakes)
     assert not scheduler_state.ready_workers.has_any, "somebody is awake after an event"
-    assert list(scheduler_state.active) == [ordinal for ordinal, state in scheduler_state.calls.items() if not state.is_over], (
-        "active calls"
-    )
+    active = [ordinal for ordinal, state in scheduler_state.calls.items() if not state.is_over]
+    assert list(scheduler_state.active) == active, "active calls"
     idle = {
         w.name for w in scheduler_state.workers.values() if w.roles["function"] and w.num_tasks["function"] < MAX_QUEUED and not w.is_lost
     }
@@ -483,7 +482,7 @@ def recount(scheduler: Scheduler, fakes: Mapping[str, FakeWorker], at_controller
 
 def _recount_tasks(scheduler_state: SchedulerState, tasks: Mapping[int, TaskState]) -> None:
     of: Counter[tuple[str, str]] = Counter((task.worker, task.engine) for task in tasks.values())
-    running = Counter(task.worker for task in tasks.values() for _ in range(task.rows_left))
+    running = Counter((task.worker, task.chunk) for task in tasks.values() for _ in range(task.rows_left))
     judging = Counter(task.worker for task in tasks.values() if task.engine == "function" for _ in task.rows)
     guests = Counter(name for task in tasks.values() for name in task.speakers)
     at = [scheduler_state.workers[name].lease for task in tasks.values() for name in (task.worker, *task.speakers)]
@@ -491,7 +490,8 @@ def _recount_tasks(scheduler_state: SchedulerState, tasks: Mapping[int, TaskStat
     for worker in scheduler_state.workers.values():
         for engine, count in worker.num_tasks.items():
             assert count == of[worker.name, engine], f"{worker.name} has {of[worker.name, engine]} {engine} tasks, not {count}"
-        assert worker.num_running == running[worker.name], f"{running[worker.name]} samples run on {worker.name}, not {worker.num_running}"
+        held = Counter({chunk: count for (name, chunk), count in running.items() if name == worker.name})
+        assert (worker.num_running, +Counter(worker.running_of)) == (held.total(), held), f"{worker.name} has {held}: {worker.running_of}"
         assert worker.num_guests == guests[worker.name], f"{worker.name} speaks in {guests[worker.name]} tasks, not {worker.num_guests}"
         assert worker.num_judging == judging[worker.name], f"{worker.name} judges {judging[worker.name]} rows, not {worker.num_judging}"
         assert sum(worker.doing.values()) == sum(worker.num_tasks.values()), f"what {worker.name} does"

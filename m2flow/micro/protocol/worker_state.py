@@ -175,10 +175,10 @@ class TaskState:
     """What the worker does, for the display: the name of a call, or the kind of the task."""
     rows_left: int = 0
     """Samples of a generation that run or wait there."""
-    chunk: int = 1
-    """How many of that call an instance holds at once."""
     num_judging: int = 0
     """Rows that a function works on."""
+    chunk: int = 1
+    """Of a generation: how many of its samples an instance holds at once."""
     speakers: set[str] = field(default_factory=set)
     """Other workers whose engines speak in its episodes."""
     preempted: set[int] = field(default_factory=set)
