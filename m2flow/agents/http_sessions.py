@@ -21,11 +21,14 @@ So of requests at the same time it does not count which arrives first, unless th
 conversation: the one that arrives first goes on with it. So an agent waits for its first answer before it asks for several at once, or
 says `at_once=True`: then no conversation is the chat itself, and all are named by what they ask.
 
-A client's retry (`x-stainless-retry-count`, which the SDKs of OpenAI and Anthropic send) gets the answer that is under way, or was given; a
-client that goes away leaves its turn to end. The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What
-would change the answer otherwise and can't be done is refused by name with status 400, and so are messages that the chat template
-refuses: the conversation is then as it was. A stream has the text as it is generated, a tool call when the turn has ended. What goes
-wrong before the first piece has a status, and later an event of its own.
+A request that equals one whose client went away before it had the whole answer (it timed out, or broke off the stream) is that one
+again: it gets the turn that is under way, or was taken. So does a retry that says so (`x-stainless-retry-count`, which the SDKs of
+OpenAI and Anthropic send). An equal request after a whole answer is a new one. A client that goes away leaves its turn to end.
+
+The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What would change the answer otherwise and can't
+be done is refused by name with status 400, and so are messages that the chat template refuses: the conversation is then as it was. A stream
+has the text as it is generated, a tool call when the turn has ended. What goes wrong before the first piece has a status, and later an
+event of its own.
 
 A failure of the episode (a time-out, too many turns) is an error to the client, and is raised again where the endpoint closes, whatever the
 agent made of it. Tools of such an agent are its own: they run again where an episode is repeated. Those that may not are under `@tool`.
@@ -46,7 +49,7 @@ import json
 import secrets
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
@@ -55,6 +58,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from m2flow.agents.chat import Chat, Turn
 from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, error_of, refuse, written
@@ -102,8 +106,8 @@ async def endpoint(chat: Chat, *, at_once: bool = False) -> AsyncIterator[Endpoi
         EpisodeFailed: when it closes, if a turn that a client asked for was the episode's failure.
 
     Of a request, `max_tokens` and `stop` hold. With `tool_choice` `none`, a call of a tool is a text; with `parallel_tool_calls: false`
-    (Anthropic's `disable_parallel_tool_use`), so are several calls in one turn. A retry of an SDK gets the turn that is under way. A client
-    that goes away leaves its turn to end, which the endpoint waits for. What can't be had in training is refused by name, and so are
+    (Anthropic's `disable_parallel_tool_use`), so are several calls in one turn. A client that goes away leaves its turn to end, which the
+    endpoint waits for; when it asks the same again, it gets that turn. What can't be had in training is refused by name, and so are
     messages that the chat template refuses; the episode goes on. Of requests at the same time, the order of arrival counts for two that
     extend the same conversation, and for an episode's first ones (see `at_once`).
     """
@@ -164,6 +168,16 @@ class _Line:
     """Turns of the chat, after the last of its client's."""
     is_full: bool = False
     """What was said last did not fit into it."""
+    answer: Answer | None = None
+    """Its last turn."""
+
+
+@dataclass(eq=False)
+class Client:
+    """Who asked for a turn, once."""
+
+    has_left: bool = False
+    """It went away before it had the whole answer."""
 
 
 @final
@@ -171,6 +185,9 @@ class Answer:
     """A turn that clients wait for."""
 
     def __init__(self) -> None:
+        self.clients: list[Client] = []
+        self.is_known = False
+        """What came after it shows it: somebody has it, even where its stream was broken off."""
         self.task: asyncio.Task[Turn] | None = None
         self.num_context = 0
         """Tokens before it, where there is a text."""
@@ -181,6 +198,11 @@ class Answer:
     def begin(self, turn: Coroutine[Any, Any, Turn]) -> None:
         self.task = asyncio.ensure_future(turn)
         self.task.add_done_callback(lambda _: self._wake())
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether nobody has the whole of it, or waits for it."""
+        return not self.is_known and all(client.has_left for client in self.clients)
 
     def hear(self, num_context: int, text: str) -> None:
         """Take in how far the turn is."""
@@ -231,31 +253,38 @@ class Session:
         self._chat = chat
         self._at_once = at_once
         self._lines: list[_Line] = []
-        self._answers: dict[str, Answer] = {}
-        """The last answer to each request, given or under way."""
+        self._answers: dict[str, list[Answer]] = {}
+        """The answers to equal requests, given or under way."""
         self._turns: set[asyncio.Task[Turn]] = set()
         """Those under way."""
         self._failure: BaseException | None = None
         self._is_over = False
 
-    def answer(self, asked: TurnRequest, *, is_retry: bool) -> Answer:
-        """The model's turn after these messages, which begins.
+    def answer(self, asked: TurnRequest, client: Client, *, is_retry: bool) -> Answer:
+        """The model's turn after these messages, which begins, or that which such a request has begun and nobody got.
 
+        Args:
+            is_retry: the client says that it has asked before. Then it gets what was asked for last, whoever has that.
         Raises:
             BadRequest: the episode is over. EpisodeFailed: it has failed. The turn's end raises these too, and `BadRequest` where the chat
                 template refuses the messages.
         """
         if self._is_over:
             raise BadRequest("the episode is over", status=404)
-        key = asked.fingerprint(asked.messages)
-        answer = self._answers.get(key) if is_retry else None
+        equal = self._answers.setdefault(asked.fingerprint(asked.messages), [])
+        answer = next((one for one in equal if one.is_missed), equal[-1] if is_retry and equal else None)
         if answer is None:
             self.raise_failure()
-            answer = self._answers[key] = Answer()
-            answer.begin(self._turn(asked, self._line_of(asked), answer if asked.is_streamed else None))
+            answer, line = Answer(), self._line_of(asked)
+            equal.append(answer)
+            if line.answer is not None:
+                line.answer.is_known = True
+            line.answer = answer
+            answer.begin(self._turn(asked, line, answer if asked.is_streamed else None))
             assert answer.task is not None
             self._turns.add(answer.task)
             answer.task.add_done_callback(self._turns.discard)
+        answer.clients.append(client)
         return answer
 
     def _line_of(self, asked: TurnRequest) -> _Line:
@@ -353,6 +382,22 @@ def _named(message: Message, among: Sequence[Message]) -> Message:
 # ---- the server
 
 
+def _client_of(scope: MutableMapping[str, Any]) -> Client:
+    """Who sent a request."""
+    client: Client = scope.setdefault("m2flow.client", Client())
+    return client
+
+
+@final
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Takes note of clients that go away before they have the whole answer; the loop hears of that before their next request."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            _client_of(self.cycle.scope).has_left = True
+        super().connection_lost(exc)
+
+
 @final
 class _Server:
     """The one server of an event loop. It ends with its last session, or with the last shared address."""
@@ -369,7 +414,8 @@ class _Server:
         routes += [Route(f"/{{key}}/v1/{path}", self._answer, methods=["POST"], name=path) for path in DIALECTS]
         routes += [Route(f"/{{key}}/v1/{COUNT}", self._count, methods=["POST"])]
         app = Starlette(routes=routes, exception_handlers={BadRequest: refuse})
-        config = uvicorn.Config(app, log_level="critical", access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1)
+        how: dict[str, Any] = {"http": _Connection, "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 1}
+        config = uvicorn.Config(app, log_level="critical", access_log=False, **how)
         self._server = uvicorn.Server(config)
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         self._task.add_done_callback(self._release)
@@ -464,7 +510,7 @@ class _Server:
             raise BadRequest("a response_format or text.format of the type json_schema is not supported in training")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         with _refusing():
-            answer = session.answer(asked, is_retry=is_retry)
+            answer = session.answer(asked, _client_of(request.scope), is_retry=is_retry)
             if not asked.is_streamed:
                 turn = await answer.turn()
                 return JSONResponse(dialect.whole(turn, number, session.spelled(turn) if asked.wants_logprobs else []))

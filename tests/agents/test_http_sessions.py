@@ -282,6 +282,122 @@ def test_a_turn_that_fails_in_a_stream_has_a_status_before_its_first_piece_and_a
         asyncio.run(at_once())
 
 
+class Held(Script):
+    """Its turns wait until they are let go."""
+
+    def __init__(self, language: Language, texts: Sequence[str]) -> None:
+        super().__init__(language, texts)
+        self.is_let_go = asyncio.Event()
+
+    async def turn(self, asked: Asked) -> Reply:
+        reply = await super().turn(asked)
+        await self.is_let_go.wait()
+        return reply
+
+
+async def gives_up(server: Endpoint, body: object, *, timeout_s: float = 0.3) -> None:
+    """Ask with a plain client of its own, which times out."""
+
+    def asks() -> None:
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{server.base_url}/chat/completions", json=body, timeout=timeout_s, trust_env=False)
+
+    await asyncio.to_thread(asks)
+
+
+def said_in(answer: httpx.Response) -> str:
+    """The text of an answer, whole or streamed."""
+    assert answer.status_code == 200, answer.text
+    if not answer.text.startswith("data: "):
+        return str(answer.json()["choices"][0]["message"]["content"])
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("streams", [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_a_client_that_timed_out_and_repeats_its_request_takes_one_turn_without_saying_that_it_is_a_retry(
+    is_under_way: bool, streams: tuple[bool, bool], language: Language
+) -> None:
+    script = Held(language, ["one", "two"])
+    chat = chat_of(script, max_conversations=2)
+    first, again = ({"model": "m", "messages": ASKS, "stream": is_streamed} for is_streamed in streams)
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        for _ in range(3):
+            await gives_up(server, first)
+        if is_under_way:
+            asyncio.get_running_loop().call_later(0.2, script.is_let_go.set)
+        else:
+            script.is_let_go.set()
+            while len(chat.messages) < 3:
+                await asyncio.sleep(0.01)
+        found = [said_in(await client.post("/chat/completions", json=again)) for _ in range(2)]
+        more = [*ASKS, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and?"}]
+        return [*found, said_in(await client.post("/chat/completions", json={**again, "messages": more}))]
+
+    assert served(chat, work) == ["one", "one", "two"]
+    assert [one.begins for one in script.asked] == [True, True, False], "what was asked after a whole answer is new"
+
+
+async def break_off(client: httpx.AsyncClient, body: object, script: Slow, piece: str) -> None:
+    """Read a stream until a piece has come, and go; the rest is generated then."""
+    async with client.stream("POST", "/chat/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        while f'"content": "{piece}"' not in await anext(lines):
+            script.go_on.release()
+    for _ in range(200):
+        script.go_on.release()
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_a_stream_that_was_broken_off_is_taken_up_by_the_same_request_and_by_no_other(is_under_way: bool, language: Language) -> None:
+    script = Slow(language, ["The answer, which is long, is 3."])
+    chat, body = chat_of(script), {"model": "m", "messages": ASKS, "stream": True}
+    other = {**body, "max_tokens": 77}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[int]:
+        await break_off(client, body, script, "T")
+        found = []
+        while not is_under_way and len(chat.messages) < 3:
+            await asyncio.sleep(0.01)
+        for one in (body, other, body) if is_under_way else (other, body, body):
+            assert said_in(await client.post("/chat/completions", json=one)) == "The answer, which is long, is 3."
+            found.append(len(script.asked))
+        return found
+
+    assert served(chat, work) == ([1, 2, 3] if is_under_way else [2, 2, 3])
+
+
+def test_equal_requests_that_time_out_are_each_taken_up_by_one_retry(language: Language) -> None:
+    script = Held(language, ["one"])
+    body = {"model": "m", "messages": ASKS}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        await asyncio.gather(*(gives_up(server, body) for _ in range(3)))
+        again = [client.post("/chat/completions", json=body, headers={"x-stainless-retry-count": str(n)}) for n in (1, 0, 1)]
+        asyncio.get_running_loop().call_later(0.3, script.is_let_go.set)
+        return [said_in(answer) for answer in await asyncio.gather(*again)]
+
+    assert served(chat_of(script), work) == ["one"] * 3
+    assert len(script.asked) == 3
+
+
+def test_a_text_whose_client_went_on_with_it_has_come_however_its_stream_ended(language: Language) -> None:
+    script = Slow(language, ["one", "two"])
+    chat, body = chat_of(script), {"model": "m", "messages": ASKS, "stream": True}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        await break_off(client, body, script, "e")
+        while len(chat.messages) < 3:
+            await asyncio.sleep(0.01)
+        more = {**body, "messages": [*ASKS, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and?"}]}
+        return [said_in(await client.post("/chat/completions", json=one)) for one in (more, body)]
+
+    assert served(chat, work) == ["two", "one"]
+    assert [one.begins for one in script.asked] == [True, False, True]
+
+
 def test_an_engine_lets_those_who_listen_hear_its_text_while_it_generates(loop: EventLoop) -> None:
     heard: list[tuple[int, str]] = []
     gate = threading.Event()
