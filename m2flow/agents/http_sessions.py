@@ -12,8 +12,9 @@
         --Dialect.whole, pieces--> the answer
     POST /KEY/v1/messages/count_tokens   how many tokens a conversation has that begins so; no turn
 
-A request holds a whole conversation. The longest conversation of the episode that it extends goes on with what is new: ids that were
-sampled stay as they are, and only the new messages are tokenised. A request that extends none, or shows other tools, begins another
+A request holds a whole conversation. The conversation of the episode that it extends goes on with what is new: ids that were sampled stay
+as they are, and only the new messages are tokenised. White space around the model's texts may be missing in it, or be another, where that
+leaves no doubt which conversation it is. A request that extends none, or shows other tools, begins another
 conversation of the episode (`rollout(..., max_conversations=...)`). Its name, and with that its random numbers, follow from what is asked
 and how often that came, and it goes by the reward of the chat. The first one is the chat itself.
 
@@ -51,7 +52,7 @@ import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -161,8 +162,8 @@ class _Line:
     chat: Chat
     tools: str
     """As the template presented them at its begin."""
-    said: list[str] = field(default_factory=list)
-    """Its messages, each as `_compared`."""
+    said: list[_Said] = field(default_factory=list)
+    """Its messages."""
     is_busy: bool = False
     num_turns: int = 0
     """Turns of the chat, after the last of its client's."""
@@ -170,6 +171,11 @@ class _Line:
     """What was said last did not fit into it."""
     answer: Answer | None = None
     """Its last turn."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a client may go on with it: no turn of it is under way, and the agent has said nothing in it since."""
+        return not self.is_busy and self.num_turns == self.chat.num_turns
 
 
 @dataclass(eq=False)
@@ -288,22 +294,28 @@ class Session:
         return answer
 
     def _line_of(self, asked: TurnRequest) -> _Line:
-        """The conversation that a request extends by the most, or a new one."""
+        """The conversation that a request extends, or a new one."""
         wanted = [_compared(message) for message in asked.messages]
+        found = self._extended(asked, wanted)
+        if found is None:
+            is_first = not self._at_once and not self._lines and not self._chat.messages
+            name = "http-" + asked.fingerprint([one.exact for one in wanted])[:12]
+            found = _Line(self._chat if is_first else self._chat.beside(name), asked.shown)
+            self._lines.append(found)
+        found.is_busy = True
+        return found
 
-        def is_extended(line: _Line) -> bool:
-            if line.is_busy or line.tools != asked.shown or line.num_turns != line.chat.num_turns:
-                return False
-            return 0 < len(line.said) < len(wanted) and wanted[: len(line.said)] == line.said
-
-        found = max(filter(is_extended, self._lines), key=lambda line: len(line.said), default=None)
-        if found is not None and all(message["role"] != "assistant" for message in asked.messages[len(found.said) :]):
-            found.is_busy = True
-            return found
-        is_first = not self._at_once and not self._lines and not self._chat.messages
-        line = _Line(self._chat if is_first else self._chat.beside("http-" + asked.fingerprint(wanted)[:12]), asked.shown, is_busy=True)
-        self._lines.append(line)
-        return line
+    def _extended(self, asked: TurnRequest, wanted: Sequence[_Said]) -> _Line | None:
+        """The conversation that a request extends, if there is one."""
+        count = max((at for at, message in enumerate(asked.messages, 1) if message["role"] == "assistant"), default=0)
+        if not count:
+            return None
+        exact, stripped = zip(*wanted[:count], strict=True)
+        lines = [line for line in self._lines if line.tools == asked.shown and len(line.said) >= count]
+        # One that is busy or has gone on counts too: it may be the one that was meant.
+        alike = [line for line in lines if tuple(one.stripped for one in line.said[:count]) == stripped]
+        found = [line for line in alike if tuple(one.exact for one in line.said[:count]) == exact] or alike[: len(alike) == 1]
+        return next((line for line in found if len(line.said) == count and line.is_free), None)
 
     async def _turn(self, asked: TurnRequest, line: _Line, listener: Answer | None) -> Turn:
         line.chat.on_text = None if listener is None else listener.hear
@@ -363,11 +375,20 @@ def _assistant(turn: Turn) -> Message:
     return {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
 
 
-def _compared(message: Message) -> str:
+class _Said(NamedTuple):
     """What makes two messages the same: the role, the text, and names and arguments of calls. Clients add fields, and drop some."""
+
+    exact: str
+    stripped: str
+    """The same without white space around the model's text, which some clients take off: the tokens stay as they were sampled."""
+
+
+def _compared(message: Message) -> _Said:
     calls: Any = message.get("tool_calls") or ()
     called = [[one["function"]["name"], one["function"]["arguments"]] for one in calls]
-    return json.dumps([message["role"], message.get("content") or "", called], sort_keys=True)
+    role, text = message["role"], str(message.get("content") or "")
+    exact, stripped = (json.dumps([role, one, called], sort_keys=True) for one in (text, text.strip() if role == "assistant" else text))
+    return _Said(exact, stripped)
 
 
 def _named(message: Message, among: Sequence[Message]) -> Message:

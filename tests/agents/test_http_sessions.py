@@ -156,6 +156,48 @@ def test_a_history_that_was_changed_begins_another_conversation(language: Langua
     assert not third.begins
 
 
+@pytest.mark.parametrize("change", [str.strip, "\n{}  ".format, str.lstrip], ids=["strip", "pad", "lstrip"])
+def test_white_space_around_the_models_texts_does_not_matter_and_its_tokens_stay(change: Callable[[str], str], language: Language) -> None:
+    found = []
+    for how in (str, change):
+        script = Script(language, ["\n\n one\n", " " + CALL, "\nthree "])
+
+        async def work(server: Endpoint, client: httpx.AsyncClient, how: Callable[[str], str] = how) -> None:
+            messages: list[object] = list(ASKS)
+            for _ in range(3):
+                said = (await completed(client, messages, tools=[ADD]))["choices"][0]["message"]
+                calls = said.get("tool_calls") or []
+                more = [{"role": "tool", "content": "3", "tool_call_id": call["id"]} for call in calls] or [ASKS[1]]
+                messages += [{**said, "content": how(said["content"] or "")}, *more]
+
+        chat = chat_of(script)
+        served(chat, work)
+        assert chat.messages[2]["content"] == "\n\n one\n"
+        found.append([(one.name, list(one.ids)) for one in script.asked])
+    assert found[0] == found[1]
+    assert {name for name, _ in found[0]} == {"main"}
+
+
+def test_white_space_tells_conversations_apart_where_nothing_else_does(language: Language) -> None:
+    class Spaced(Script):
+        async def turn(self, asked: Asked) -> Reply:
+            self.texts = [" " * len(self.asked) + "one", "two"]
+            return await super().turn(asked)
+
+    script = Spaced(language, [])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            await completed(client, ASKS)
+        for said in ("one ", " one", "one ", "one"):
+            await completed(client, [*ASKS, {"role": "assistant", "content": said}, {"role": "user", "content": "and?"}])
+
+    served(chat_of(script), work)
+    first, second, either, third, again, fourth = script.asked
+    assert (either.begins, again.begins) == (True, True), "it may be either, whether they have gone on or not"
+    assert (first.name, third.name, fourth.name) == ("main", second.name, "main"), "the one in which it was said exactly so"
+
+
 def test_a_stream_says_what_a_whole_answer_says_and_a_client_that_breaks_off_leaves_its_turn(language: Language) -> None:
     script = Script(language, [CALL, "done"])
 
