@@ -11,6 +11,7 @@
         --Dialect.asked--> TurnRequest --Session.answer--> a turn of one of the episode's conversations
         --Dialect.whole, pieces--> the answer
     POST /KEY/v1/messages/count_tokens   how many tokens a conversation has that begins so; no turn
+    POST /v1/...                         the same, with the key as `Authorization: Bearer KEY` or `x-api-key: KEY`
 
 A request holds a whole conversation. The conversation of the episode that it extends goes on with what is new: ids that were sampled stay
 as they are, and only the new messages are tokenised. White space around the model's texts may be missing in it, or be another, where that
@@ -34,8 +35,8 @@ event of its own.
 A failure of the episode (a time-out, too many turns) is an error to the client, and is raised again where the endpoint closes, whatever the
 agent made of it. Tools of such an agent are its own: they run again where an episode is repeated. Those that may not are under `@tool`.
 
-Security: the server is on loopback, its paths begin with a key that nobody can guess, and it takes no request without a Host that names
-loopback. It runs in the event loop of the worker's agents and ends with the last open endpoint.
+Security: the server is on loopback, an episode has a key that nobody can guess, in the path or in a header, and the server takes no request
+without a Host that names loopback. It runs in the event loop of the worker's agents and ends with the last open endpoint.
 
 Source:
     A session by path for an unchanged agent is an idea of Agent Lightning (Luo et al. 2025, arXiv:2508.03680) and of slime's and verl's
@@ -78,6 +79,11 @@ class Endpoint:
     base_url: str
     """For clients of OpenAI's API: `http://127.0.0.1:PORT/KEY/v1`."""
     api_key: str
+
+    @property
+    def common_url(self) -> str:
+        """The address of all endpoints that are open in this process, `http://127.0.0.1:PORT/v1`. There the API key says which is meant."""
+        return self.base_url.replace(f"/{self.api_key}/", "/")
 
     @property
     def anthropic_url(self) -> str:
@@ -431,9 +437,10 @@ class _Server:
         """Keys of shared addresses."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.port: int = self._listener.getsockname()[1]
-        routes = [Route("/{key}/v1/models", self._models, methods=["GET"])]
-        routes += [Route(f"/{{key}}/v1/{path}", self._answer, methods=["POST"], name=path) for path in DIALECTS]
-        routes += [Route(f"/{{key}}/v1/{COUNT}", self._count, methods=["POST"])]
+        routes = []
+        for at in ("/{key}/v1", "/v1"):
+            routes += [Route(f"{at}/{path}", self._answer, methods=["POST"]) for path in DIALECTS]
+            routes += [Route(f"{at}/models", self._models, methods=["GET"]), Route(f"{at}/{COUNT}", self._count, methods=["POST"])]
         app = Starlette(routes=routes, exception_handlers={BadRequest: refuse})
         how: dict[str, Any] = {"http": _Connection, "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 1}
         config = uvicorn.Config(app, log_level="critical", access_log=False, **how)
@@ -500,10 +507,18 @@ class _Server:
         self._listener.close()
 
     def _check_caller(self, request: HttpRequest) -> str:
-        """The key of the path. Raises `BadRequest`: the request names another host."""
+        """The key of the path, or else of the headers. Raises `BadRequest`: the request names another host, or its headers have no key."""
         if not LOOPBACK_HOST.fullmatch(request.headers.get("host", "")):
             raise BadRequest("this server answers on loopback only", status=403)
-        return str(request.path_params["key"])
+        if "key" in request.path_params:
+            return str(request.path_params["key"])
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = [request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+        # Keys are 128 random bits: how long a look-up takes tells nothing of them.
+        for key in given:
+            if key in self._sessions or key in self._held:
+                return key
+        raise BadRequest("the API key is missing or wrong", "invalid_api_key", 401)
 
     def _session_of(self, request: HttpRequest) -> Session:
         key = self._check_caller(request)

@@ -609,6 +609,63 @@ def test_nobody_gets_in_without_the_key_or_by_another_name_or_when_the_episode_i
     asyncio.run(run())
 
 
+KEYED: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"messages": ASKS}),
+    ("responses", {"input": "x"}),
+    ("messages", {"messages": ASKS[1:], "max_tokens": 50}),
+    ("messages/count_tokens", {"messages": ASKS[1:]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), KEYED, ids=[path for path, _ in KEYED])
+def test_at_the_common_address_the_key_in_a_header_says_which_episode_is_meant(path: str, body: dict[str, Any], language: Language) -> None:
+    scripts = [Script(language, [name]) for name in ("one", "two")]
+
+    async def run() -> None:
+        async with (
+            endpoint(chat_of(scripts[0])) as first,
+            endpoint(chat_of(scripts[1])) as second,
+            httpx.AsyncClient(base_url=first.common_url, timeout=60) as client,
+        ):
+            assert first.common_url == second.common_url
+
+            async def status(**headers: str) -> int:
+                headers = {name.replace("_", "-"): value for name, value in headers.items()}
+                answer, models = await client.post(path, json=body, headers=headers), await client.get("models", headers=headers)
+                assert answer.status_code == models.status_code
+                if answer.status_code != 200:
+                    told.add(answer.text)
+                return answer.status_code
+
+            told, key = set[str](), second.api_key
+            for wrong in ("0", "0" * 32, key[:-1], key + "0", f"{key} {key}", "/", first.api_key[:16] + key[16:]):
+                assert await status(authorization=f"Bearer {wrong}") == 401
+                assert await status(x_api_key=wrong) == 401
+            assert await status() == await status(authorization=key) == await status(authorization=f"Basic {key}") == 401
+            assert await status(authorization=f"Bearer {key}", host="evil.example") == 403
+            assert len(told) == 2, "a wrong key and none are refused alike"
+            assert not scripts[0].asked
+            assert not scripts[1].asked
+            for headers in ({"authorization": f"Bearer {key}"}, {"authorization": f"bearer {key}"}, {"x_api_key": key}):
+                assert await status(**headers) == 200
+            assert await status(authorization=f"Bearer {key}", x_api_key="none") == 200
+            assert not scripts[0].asked
+            assert len(scripts[1].asked) == (0 if path.endswith("count_tokens") else 4)
+
+    asyncio.run(run())
+
+
+def test_a_key_in_a_header_is_refused_once_its_episode_is_over(language: Language) -> None:
+    async def run() -> None:
+        async with endpoint(chat_of(Script(language, ["one"]))) as server, httpx.AsyncClient(base_url=server.common_url) as client:
+            async with endpoint(chat_of(Script(language, ["two"]))) as second:
+                headers = {"authorization": f"Bearer {second.api_key}"}
+                assert (await client.post("chat/completions", json={"messages": ASKS}, headers=headers)).status_code == 200
+            assert (await client.post("chat/completions", json={"messages": ASKS}, headers=headers)).status_code == 401
+
+    asyncio.run(run())
+
+
 def test_a_failure_of_the_episode_is_an_error_to_the_client_and_raised_again_whatever_the_agent_makes_of_it(language: Language) -> None:
     script = Script(language, ["one"])
 
@@ -1082,6 +1139,36 @@ def test_the_client_of_openai_speaks_with_it_in_both_dialects(language: Language
     assert (second, fourth) == ("3", "3")
     assert json.loads(streamed) == {"a": 1, "b": 2}
     assert [one.begins for one in script.asked] == [True, False, True, False, True]
+
+
+def test_clients_of_openai_and_anthropic_reach_an_episode_by_their_key_alone(language: Language) -> None:
+    openai = pytest.importorskip("openai", reason=NO_CLIENT.format("openai"))
+    anthropic = pytest.importorskip("anthropic", reason=NO_CLIENT.format("anthropic"))
+    script, other = Script(language, ["one"]), Script(language, ["two"])
+
+    async def run() -> list[str]:
+        async with endpoint(chat_of(other)) as second, endpoint(chat_of(script)) as server:
+            url, key = server.common_url, server.api_key
+            found = []
+            async with openai.AsyncOpenAI(base_url=url, api_key=second.api_key) as client:  # One client, for any episode.
+                mine = client.with_options(api_key=key)
+                found.append((await mine.chat.completions.create(model="policy", messages=ASKS)).choices[0].message.content)
+                found.append((await mine.responses.create(model="policy", input="x")).output_text)
+                found.append((await client.responses.create(model="policy", input="x")).output_text)
+                with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+                    await client.with_options(api_key="none").responses.create(model="policy", input="x")
+            asked: dict[str, Any] = {"model": "policy", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
+            for how in ({"api_key": key}, {"auth_token": key}):
+                async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), **how) as client:
+                    found.append((await client.messages.create(**asked)).content[-1].text)
+                    async with client.messages.stream(**asked) as stream:
+                        found.append(await stream.get_final_text())
+            async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none") as client:
+                with pytest.raises(anthropic.AuthenticationError, match="missing or wrong"):
+                    await client.messages.create(**asked)
+            return found
+
+    assert asyncio.run(run()) == ["one", "one", "two", *["one"] * 4]
 
 
 def test_a_client_of_openai_that_times_out_asks_again_and_takes_one_turn(language: Language) -> None:
