@@ -15,9 +15,9 @@
 
 A request holds a whole conversation. The conversation of the episode that it extends goes on with what is new: ids that were sampled stay
 as they are, and only the new messages are tokenised. White space around the model's texts may be missing in it, or be another, where that
-leaves no doubt which conversation it is. A request that extends none, or shows other tools, begins another
-conversation of the episode (`rollout(..., max_conversations=...)`). Its name, and with that its random numbers, follow from what is asked
-and how often that came, and it goes by the reward of the chat. The first one is the chat itself.
+leaves no doubt which conversation it is. A request that extends none, or shows other tools, begins another conversation of the episode
+(`rollout(..., max_conversations=...)`). Its name, and with that its random numbers, follow from what is asked and how often that came, and
+it goes by the reward of the chat. The first one is the chat itself.
 
 So of requests at the same time it does not count which arrives first, unless they are an episode's first ones, or extend the same
 conversation: the one that arrives first goes on with it. So an agent waits for its first answer before it asks for several at once, or
