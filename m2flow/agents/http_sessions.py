@@ -11,27 +11,32 @@
         --Dialect.asked--> TurnRequest --Session.answer--> a turn of one of the episode's conversations
         --Dialect.whole, pieces--> the answer
     POST /KEY/v1/messages/count_tokens   how many tokens a conversation has that begins so; no turn
+    POST /v1/...                         the same, with the key as `Authorization: Bearer KEY` or `x-api-key: KEY`
 
-A request holds a whole conversation. The longest conversation of the episode that it extends goes on with what is new: ids that were
-sampled stay as they are, and only the new messages are tokenised. A request that extends none, or shows other tools, begins another
-conversation of the episode (`rollout(..., max_conversations=...)`). Its name, and with that its random numbers, follow from what is asked
-and how often that came, and it goes by the reward of the chat. The first one is the chat itself.
+A request holds a whole conversation. The conversation of the episode that it extends goes on with what is new: ids that were sampled stay
+as they are, and only the new messages are tokenised. White space around the model's texts may be missing in it, or be another, where that
+leaves no doubt which conversation it is. A request that extends none, or shows other tools, begins another conversation of the episode
+(`rollout(..., max_conversations=...)`). Its name, and with that its random numbers, follow from what is asked and how often that came, and
+it goes by the reward of the chat. The first one is the chat itself.
 
 So of requests at the same time it does not count which arrives first, unless they are an episode's first ones, or extend the same
 conversation: the one that arrives first goes on with it. So an agent waits for its first answer before it asks for several at once, or
 says `at_once=True`: then no conversation is the chat itself, and all are named by what they ask.
 
-A client's retry (`x-stainless-retry-count`, which the SDKs of OpenAI and Anthropic send) gets the answer that is under way, or was given; a
-client that goes away leaves its turn to end. The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What
-would change the answer otherwise and can't be done is refused by name with status 400, and so are messages that the chat template
-refuses: the conversation is then as it was. A stream has the text as it is generated, a tool call when the turn has ended. What goes
-wrong before the first piece has a status, and later an event of its own.
+A request that equals one whose client went away before it had the whole answer (it timed out, or broke off the stream) is that one
+again: it gets the turn that is under way, or was taken. So does a retry that says so (`x-stainless-retry-count`, which the SDKs of
+OpenAI and Anthropic send). An equal request after a whole answer is a new one. A client that goes away leaves its turn to end.
+
+The rollout's sampling holds: temperature, top_p and seed of a request are not looked at. What would change the answer otherwise and can't
+be done is refused by name with status 400, and so are messages that the chat template refuses: the conversation is then as it was. A stream
+has the text as it is generated, a tool call when the turn has ended. What goes wrong before the first piece has a status, and later an
+event of its own.
 
 A failure of the episode (a time-out, too many turns) is an error to the client, and is raised again where the endpoint closes, whatever the
 agent made of it. Tools of such an agent are its own: they run again where an episode is repeated. Those that may not are under `@tool`.
 
-Security: the server is on loopback, its paths begin with a key that nobody can guess, and it takes no request without a Host that names
-loopback. It runs in the event loop of the worker's agents and ends with the last open endpoint.
+Security: the server is on loopback, an episode has a key that nobody can guess, in the path or in a header, and the server takes no request
+without a Host that names loopback. It runs in the event loop of the worker's agents and ends with the last open endpoint.
 
 Source:
     A session by path for an unchanged agent is an idea of Agent Lightning (Luo et al. 2025, arXiv:2508.03680) and of slime's and verl's
@@ -46,15 +51,16 @@ import json
 import secrets
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from m2flow.agents.chat import Chat, Turn
 from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, error_of, refuse, written
@@ -73,6 +79,11 @@ class Endpoint:
     base_url: str
     """For clients of OpenAI's API: `http://127.0.0.1:PORT/KEY/v1`."""
     api_key: str
+
+    @property
+    def common_url(self) -> str:
+        """The address of all endpoints that are open in this process, `http://127.0.0.1:PORT/v1`. There the API key says which is meant."""
+        return self.base_url.replace(f"/{self.api_key}/", "/")
 
     @property
     def anthropic_url(self) -> str:
@@ -102,8 +113,8 @@ async def endpoint(chat: Chat, *, at_once: bool = False) -> AsyncIterator[Endpoi
         EpisodeFailed: when it closes, if a turn that a client asked for was the episode's failure.
 
     Of a request, `max_tokens` and `stop` hold. With `tool_choice` `none`, a call of a tool is a text; with `parallel_tool_calls: false`
-    (Anthropic's `disable_parallel_tool_use`), so are several calls in one turn. A retry of an SDK gets the turn that is under way. A client
-    that goes away leaves its turn to end, which the endpoint waits for. What can't be had in training is refused by name, and so are
+    (Anthropic's `disable_parallel_tool_use`), so are several calls in one turn. A client that goes away leaves its turn to end, which the
+    endpoint waits for; when it asks the same again, it gets that turn. What can't be had in training is refused by name, and so are
     messages that the chat template refuses; the episode goes on. Of requests at the same time, the order of arrival counts for two that
     extend the same conversation, and for an episode's first ones (see `at_once`).
     """
@@ -157,13 +168,28 @@ class _Line:
     chat: Chat
     tools: str
     """As the template presented them at its begin."""
-    said: list[str] = field(default_factory=list)
-    """Its messages, each as `_compared`."""
+    said: list[_Said] = field(default_factory=list)
+    """Its messages."""
     is_busy: bool = False
     num_turns: int = 0
     """Turns of the chat, after the last of its client's."""
     is_full: bool = False
     """What was said last did not fit into it."""
+    answer: Answer | None = None
+    """Its last turn."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a client may go on with it: no turn of it is under way, and the agent has said nothing in it since."""
+        return not self.is_busy and self.num_turns == self.chat.num_turns
+
+
+@dataclass(eq=False)
+class Client:
+    """Who asked for a turn, once."""
+
+    has_left: bool = False
+    """It went away before it had the whole answer."""
 
 
 @final
@@ -171,6 +197,9 @@ class Answer:
     """A turn that clients wait for."""
 
     def __init__(self) -> None:
+        self.clients: list[Client] = []
+        self.is_known = False
+        """What came after it shows it: somebody has it, even where its stream was broken off."""
         self.task: asyncio.Task[Turn] | None = None
         self.num_context = 0
         """Tokens before it, where there is a text."""
@@ -181,6 +210,11 @@ class Answer:
     def begin(self, turn: Coroutine[Any, Any, Turn]) -> None:
         self.task = asyncio.ensure_future(turn)
         self.task.add_done_callback(lambda _: self._wake())
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether nobody has the whole of it, or waits for it."""
+        return not self.is_known and all(client.has_left for client in self.clients)
 
     def hear(self, num_context: int, text: str) -> None:
         """Take in how far the turn is."""
@@ -231,50 +265,63 @@ class Session:
         self._chat = chat
         self._at_once = at_once
         self._lines: list[_Line] = []
-        self._answers: dict[str, Answer] = {}
-        """The last answer to each request, given or under way."""
+        self._answers: dict[str, list[Answer]] = {}
+        """The answers to equal requests, given or under way."""
         self._turns: set[asyncio.Task[Turn]] = set()
         """Those under way."""
         self._failure: BaseException | None = None
         self._is_over = False
 
-    def answer(self, asked: TurnRequest, *, is_retry: bool) -> Answer:
-        """The model's turn after these messages, which begins.
+    def answer(self, asked: TurnRequest, client: Client, *, is_retry: bool) -> Answer:
+        """The model's turn after these messages, which begins, or that which such a request has begun and nobody got.
 
+        Args:
+            is_retry: the client says that it has asked before. Then it gets what was asked for last, whoever has that.
         Raises:
             BadRequest: the episode is over. EpisodeFailed: it has failed. The turn's end raises these too, and `BadRequest` where the chat
                 template refuses the messages.
         """
         if self._is_over:
             raise BadRequest("the episode is over", status=404)
-        key = asked.fingerprint(asked.messages)
-        answer = self._answers.get(key) if is_retry else None
+        equal = self._answers.setdefault(asked.fingerprint(asked.messages), [])
+        answer = next((one for one in equal if one.is_missed), equal[-1] if is_retry and equal else None)
         if answer is None:
             self.raise_failure()
-            answer = self._answers[key] = Answer()
-            answer.begin(self._turn(asked, self._line_of(asked), answer if asked.is_streamed else None))
+            answer, line = Answer(), self._line_of(asked)
+            equal.append(answer)
+            if line.answer is not None:
+                line.answer.is_known = True
+            line.answer = answer
+            answer.begin(self._turn(asked, line, answer if asked.is_streamed else None))
             assert answer.task is not None
             self._turns.add(answer.task)
             answer.task.add_done_callback(self._turns.discard)
+        answer.clients.append(client)
         return answer
 
     def _line_of(self, asked: TurnRequest) -> _Line:
-        """The conversation that a request extends by the most, or a new one."""
+        """The conversation that a request extends, or a new one."""
         wanted = [_compared(message) for message in asked.messages]
+        found = self._extended(asked, wanted)
+        if found is None:
+            is_first = not self._at_once and not self._lines and not self._chat.messages
+            name = "http-" + asked.fingerprint([one.exact for one in wanted])[:12]
+            found = _Line(self._chat if is_first else self._chat.beside(name), asked.shown)
+            self._lines.append(found)
+        found.is_busy = True
+        return found
 
-        def is_extended(line: _Line) -> bool:
-            if line.is_busy or line.tools != asked.shown or line.num_turns != line.chat.num_turns:
-                return False
-            return 0 < len(line.said) < len(wanted) and wanted[: len(line.said)] == line.said
-
-        found = max(filter(is_extended, self._lines), key=lambda line: len(line.said), default=None)
-        if found is not None and all(message["role"] != "assistant" for message in asked.messages[len(found.said) :]):
-            found.is_busy = True
-            return found
-        is_first = not self._at_once and not self._lines and not self._chat.messages
-        line = _Line(self._chat if is_first else self._chat.beside("http-" + asked.fingerprint(wanted)[:12]), asked.shown, is_busy=True)
-        self._lines.append(line)
-        return line
+    def _extended(self, asked: TurnRequest, wanted: Sequence[_Said]) -> _Line | None:
+        """The conversation that a request extends, if there is one."""
+        count = max((at for at, message in enumerate(asked.messages, 1) if message["role"] == "assistant"), default=0)
+        if not count:
+            return None
+        exact, stripped = zip(*wanted[:count], strict=True)
+        lines = [line for line in self._lines if line.tools == asked.shown and len(line.said) >= count]
+        # One that is busy or has gone on counts too: it may be the one that was meant.
+        alike = [line for line in lines if tuple(one.stripped for one in line.said[:count]) == stripped]
+        found = [line for line in alike if tuple(one.exact for one in line.said[:count]) == exact] or alike[: len(alike) == 1]
+        return next((line for line in found if len(line.said) == count and line.is_free), None)
 
     async def _turn(self, asked: TurnRequest, line: _Line, listener: Answer | None) -> Turn:
         line.chat.on_text = None if listener is None else listener.hear
@@ -334,11 +381,20 @@ def _assistant(turn: Turn) -> Message:
     return {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
 
 
-def _compared(message: Message) -> str:
+class _Said(NamedTuple):
     """What makes two messages the same: the role, the text, and names and arguments of calls. Clients add fields, and drop some."""
+
+    exact: str
+    stripped: str
+    """The same without white space around the model's text, which some clients take off: the tokens stay as they were sampled."""
+
+
+def _compared(message: Message) -> _Said:
     calls: Any = message.get("tool_calls") or ()
     called = [[one["function"]["name"], one["function"]["arguments"]] for one in calls]
-    return json.dumps([message["role"], message.get("content") or "", called], sort_keys=True)
+    role, text = message["role"], str(message.get("content") or "")
+    exact, stripped = (json.dumps([role, one, called], sort_keys=True) for one in (text, text.strip() if role == "assistant" else text))
+    return _Said(exact, stripped)
 
 
 def _named(message: Message, among: Sequence[Message]) -> Message:
@@ -353,6 +409,22 @@ def _named(message: Message, among: Sequence[Message]) -> Message:
 # ---- the server
 
 
+def _client_of(scope: MutableMapping[str, Any]) -> Client:
+    """Who sent a request."""
+    client: Client = scope.setdefault("m2flow.client", Client())
+    return client
+
+
+@final
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Takes note of clients that go away before they have the whole answer; the loop hears of that before their next request."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            _client_of(self.cycle.scope).has_left = True
+        super().connection_lost(exc)
+
+
 @final
 class _Server:
     """The one server of an event loop. It ends with its last session, or with the last shared address."""
@@ -365,11 +437,13 @@ class _Server:
         """Keys of shared addresses."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.port: int = self._listener.getsockname()[1]
-        routes = [Route("/{key}/v1/models", self._models, methods=["GET"])]
-        routes += [Route(f"/{{key}}/v1/{path}", self._answer, methods=["POST"], name=path) for path in DIALECTS]
-        routes += [Route(f"/{{key}}/v1/{COUNT}", self._count, methods=["POST"])]
+        routes = []
+        for at in ("/{key}/v1", "/v1"):
+            routes += [Route(f"{at}/{path}", self._answer, methods=["POST"]) for path in DIALECTS]
+            routes += [Route(f"{at}/models", self._models, methods=["GET"]), Route(f"{at}/{COUNT}", self._count, methods=["POST"])]
         app = Starlette(routes=routes, exception_handlers={BadRequest: refuse})
-        config = uvicorn.Config(app, log_level="critical", access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1)
+        how: dict[str, Any] = {"http": _Connection, "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 1}
+        config = uvicorn.Config(app, log_level="critical", access_log=False, **how)
         self._server = uvicorn.Server(config)
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         self._task.add_done_callback(self._release)
@@ -433,10 +507,18 @@ class _Server:
         self._listener.close()
 
     def _check_caller(self, request: HttpRequest) -> str:
-        """The key of the path. Raises `BadRequest`: the request names another host."""
+        """The key of the path, or else of the headers. Raises `BadRequest`: the request names another host, or its headers have no key."""
         if not LOOPBACK_HOST.fullmatch(request.headers.get("host", "")):
             raise BadRequest("this server answers on loopback only", status=403)
-        return str(request.path_params["key"])
+        if "key" in request.path_params:
+            return str(request.path_params["key"])
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = [request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+        # Keys are 128 random bits: how long a look-up takes tells nothing of them.
+        for key in given:
+            if key in self._sessions or key in self._held:
+                return key
+        raise BadRequest("the API key is missing or wrong", "invalid_api_key", 401)
 
     def _session_of(self, request: HttpRequest) -> Session:
         key = self._check_caller(request)
@@ -464,7 +546,7 @@ class _Server:
             raise BadRequest("a response_format or text.format of the type json_schema is not supported in training")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         with _refusing():
-            answer = session.answer(asked, is_retry=is_retry)
+            answer = session.answer(asked, _client_of(request.scope), is_retry=is_retry)
             if not asked.is_streamed:
                 turn = await answer.turn()
                 return JSONResponse(dialect.whole(turn, number, session.spelled(turn) if asked.wants_logprobs else []))

@@ -18,15 +18,21 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
+import torch
 import transformers
 import uvicorn
+from click.testing import CliRunner
 from tiny_models import byte_tokenizer, save_config
 
+from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.agents.endpoint import Asked, ChatServer, Generator, _Running
+from m2flow.cli.main import cli
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
-from m2flow.recipe import Model, Sampling
+from m2flow.recipe import AdamW, Model, Sampling
+from m2flow.runner.run import Run
 from m2flow.samples import Finish
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 TEMPLATE = (
     "{% for t in tools or [] %}<|im_start|>tool {{ t.function.name }}<|im_end|>{% endfor %}"
@@ -368,6 +374,72 @@ def test_the_command_serves_a_model_until_it_is_interrupted(folder: str, tmp_pat
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
+
+
+def last_token(sample: Sample) -> float:
+    return float(sample.tokens[-1] % 7)
+
+
+@flow
+def brief(model: str) -> None:
+    policy, judge = Policy(model, optimizer=AdamW(1e-2)), Reward(last_token)
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(8)])
+    for _ in steps(2):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=4)
+        policy.update(responses, judge.score(responses))
+
+
+@pytest.fixture(scope="module")
+def runs(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of runs, with one of two steps."""
+    runs_dir = tmp_path_factory.mktemp("runs")
+    spec = ClusterSpec(device="cpu", rollout=RolloutSpec(engine="embedded"), train=TrainSpec(engine="embedded"))
+    Run(brief, {"model": folder}, spec, RunSettings(runs_dir=str(runs_dir), checkpoint_steps=1, eager=True)).execute()
+    return runs_dir
+
+
+def greedy(model: str | Path, num_tokens: int) -> tuple[str, list[float]]:
+    """What a model says after `HELLO` by its best tokens, and their log-probabilities: by transformers, without a cache."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    ids, logprobs = list(tokenizer(text, add_special_tokens=False).input_ids), list[float]()
+    forward, num_prompt = transformers.AutoModelForCausalLM.from_pretrained(model).eval(), len(ids)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            found = forward(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1).max(-1)
+        ids, logprobs = [*ids, int(found.indices)], [*logprobs, float(found.values)]
+        if ids[-1] == 0:
+            break
+    return tokenizer.decode(ids[num_prompt:], skip_special_tokens=True), logprobs
+
+
+@pytest.mark.parametrize("options", [("--step", "1"), ()], ids=["a step", "the end"])
+def test_the_command_serves_the_model_that_a_run_has_trained(options: tuple[str, ...], runs: Path, folder: str, tmp_path: Path) -> None:
+    (run,) = runs.iterdir()
+    which = ["--runs-dir", str(runs)] if options else [str(run)]  # The newest one, or by its directory.
+    exported = CliRunner().invoke(cli, ["export", str(run), *options, "--out", str(tmp_path / "model")])
+    assert exported.exit_code == 0, exported.output
+    text, logprobs = greedy(tmp_path / "model", 8)
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "m2flow", "serve", *which, *options, "--port", "0", "--device", "cpu", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as process:
+        assert process.stdout is not None
+        url, _, name, *_ = process.stdout.readline().split()
+        body = {"model": name, "messages": HELLO, "temperature": 0, "max_tokens": 8, "logprobs": True}
+        answer = httpx.post(f"{url}/chat/completions", json=body, timeout=120, trust_env=False).json()
+        refused = httpx.post(f"{url}/chat/completions", json={**body, "model": "other"}, timeout=120, trust_env=False)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+    assert (name, refused.status_code) == (run.name, 404)
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == text
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-4)
+    assert logprobs != pytest.approx(greedy(folder, 8)[1], abs=1e-2), "training changes what is said"
 
 
 def test_an_open_address_asks_for_a_key(folder: str, tmp_path: Path) -> None:

@@ -156,6 +156,48 @@ def test_a_history_that_was_changed_begins_another_conversation(language: Langua
     assert not third.begins
 
 
+@pytest.mark.parametrize("change", [str.strip, "\n{}  ".format, str.lstrip], ids=["strip", "pad", "lstrip"])
+def test_white_space_around_the_models_texts_does_not_matter_and_its_tokens_stay(change: Callable[[str], str], language: Language) -> None:
+    found = []
+    for how in (str, change):
+        script = Script(language, ["\n\n one\n", " " + CALL, "\nthree "])
+
+        async def work(server: Endpoint, client: httpx.AsyncClient, how: Callable[[str], str] = how) -> None:
+            messages: list[object] = list(ASKS)
+            for _ in range(3):
+                said = (await completed(client, messages, tools=[ADD]))["choices"][0]["message"]
+                calls = said.get("tool_calls") or []
+                more = [{"role": "tool", "content": "3", "tool_call_id": call["id"]} for call in calls] or [ASKS[1]]
+                messages += [{**said, "content": how(said["content"] or "")}, *more]
+
+        chat = chat_of(script)
+        served(chat, work)
+        assert chat.messages[2]["content"] == "\n\n one\n"
+        found.append([(one.name, list(one.ids)) for one in script.asked])
+    assert found[0] == found[1]
+    assert {name for name, _ in found[0]} == {"main"}
+
+
+def test_white_space_tells_conversations_apart_where_nothing_else_does(language: Language) -> None:
+    class Spaced(Script):
+        async def turn(self, asked: Asked) -> Reply:
+            self.texts = [" " * len(self.asked) + "one", "two"]
+            return await super().turn(asked)
+
+    script = Spaced(language, [])
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            await completed(client, ASKS)
+        for said in ("one ", " one", "one ", "one"):
+            await completed(client, [*ASKS, {"role": "assistant", "content": said}, {"role": "user", "content": "and?"}])
+
+    served(chat_of(script), work)
+    first, second, either, third, again, fourth = script.asked
+    assert (either.begins, again.begins) == (True, True), "it may be either, whether they have gone on or not"
+    assert (first.name, third.name, fourth.name) == ("main", second.name, "main"), "the one in which it was said exactly so"
+
+
 def test_a_stream_says_what_a_whole_answer_says_and_a_client_that_breaks_off_leaves_its_turn(language: Language) -> None:
     script = Script(language, [CALL, "done"])
 
@@ -280,6 +322,122 @@ def test_a_turn_that_fails_in_a_stream_has_a_status_before_its_first_piece_and_a
 
     with pytest.raises(EpisodeFailed, match="has had its 0 turns"):
         asyncio.run(at_once())
+
+
+class Held(Script):
+    """Its turns wait until they are let go."""
+
+    def __init__(self, language: Language, texts: Sequence[str]) -> None:
+        super().__init__(language, texts)
+        self.is_let_go = asyncio.Event()
+
+    async def turn(self, asked: Asked) -> Reply:
+        reply = await super().turn(asked)
+        await self.is_let_go.wait()
+        return reply
+
+
+async def gives_up(server: Endpoint, body: object, *, timeout_s: float = 0.3) -> None:
+    """Ask with a plain client of its own, which times out."""
+
+    def asks() -> None:
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{server.base_url}/chat/completions", json=body, timeout=timeout_s, trust_env=False)
+
+    await asyncio.to_thread(asks)
+
+
+def said_in(answer: httpx.Response) -> str:
+    """The text of an answer, whole or streamed."""
+    assert answer.status_code == 200, answer.text
+    if not answer.text.startswith("data: "):
+        return str(answer.json()["choices"][0]["message"]["content"])
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("streams", [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_a_client_that_timed_out_and_repeats_its_request_takes_one_turn_without_saying_that_it_is_a_retry(
+    is_under_way: bool, streams: tuple[bool, bool], language: Language
+) -> None:
+    script = Held(language, ["one", "two"])
+    chat = chat_of(script, max_conversations=2)
+    first, again = ({"model": "m", "messages": ASKS, "stream": is_streamed} for is_streamed in streams)
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        for _ in range(3):
+            await gives_up(server, first)
+        if is_under_way:
+            asyncio.get_running_loop().call_later(0.2, script.is_let_go.set)
+        else:
+            script.is_let_go.set()
+            while len(chat.messages) < 3:
+                await asyncio.sleep(0.01)
+        found = [said_in(await client.post("/chat/completions", json=again)) for _ in range(2)]
+        more = [*ASKS, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and?"}]
+        return [*found, said_in(await client.post("/chat/completions", json={**again, "messages": more}))]
+
+    assert served(chat, work) == ["one", "one", "two"]
+    assert [one.begins for one in script.asked] == [True, True, False], "what was asked after a whole answer is new"
+
+
+async def break_off(client: httpx.AsyncClient, body: object, script: Slow, piece: str) -> None:
+    """Read a stream until a piece has come, and go; the rest is generated then."""
+    async with client.stream("POST", "/chat/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        while f'"content": "{piece}"' not in await anext(lines):
+            script.go_on.release()
+    for _ in range(200):
+        script.go_on.release()
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_a_stream_that_was_broken_off_is_taken_up_by_the_same_request_and_by_no_other(is_under_way: bool, language: Language) -> None:
+    script = Slow(language, ["The answer, which is long, is 3."])
+    chat, body = chat_of(script), {"model": "m", "messages": ASKS, "stream": True}
+    other = {**body, "max_tokens": 77}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[int]:
+        await break_off(client, body, script, "T")
+        found = []
+        while not is_under_way and len(chat.messages) < 3:
+            await asyncio.sleep(0.01)
+        for one in (body, other, body) if is_under_way else (other, body, body):
+            assert said_in(await client.post("/chat/completions", json=one)) == "The answer, which is long, is 3."
+            found.append(len(script.asked))
+        return found
+
+    assert served(chat, work) == ([1, 2, 3] if is_under_way else [2, 2, 3])
+
+
+def test_equal_requests_that_time_out_are_each_taken_up_by_one_retry(language: Language) -> None:
+    script = Held(language, ["one"])
+    body = {"model": "m", "messages": ASKS}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        await asyncio.gather(*(gives_up(server, body) for _ in range(3)))
+        again = [client.post("/chat/completions", json=body, headers={"x-stainless-retry-count": str(n)}) for n in (1, 0, 1)]
+        asyncio.get_running_loop().call_later(0.3, script.is_let_go.set)
+        return [said_in(answer) for answer in await asyncio.gather(*again)]
+
+    assert served(chat_of(script), work) == ["one"] * 3
+    assert len(script.asked) == 3
+
+
+def test_a_text_whose_client_went_on_with_it_has_come_however_its_stream_ended(language: Language) -> None:
+    script = Slow(language, ["one", "two"])
+    chat, body = chat_of(script), {"model": "m", "messages": ASKS, "stream": True}
+
+    async def work(server: Endpoint, client: httpx.AsyncClient) -> list[str]:
+        await break_off(client, body, script, "e")
+        while len(chat.messages) < 3:
+            await asyncio.sleep(0.01)
+        more = {**body, "messages": [*ASKS, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and?"}]}
+        return [said_in(await client.post("/chat/completions", json=one)) for one in (more, body)]
+
+    assert served(chat, work) == ["two", "one"]
+    assert [one.begins for one in script.asked] == [True, False, True]
 
 
 def test_an_engine_lets_those_who_listen_hear_its_text_while_it_generates(loop: EventLoop) -> None:
@@ -447,6 +605,63 @@ def test_nobody_gets_in_without_the_key_or_by_another_name_or_when_the_episode_i
             with pytest.raises(httpx.ConnectError):
                 await client.get(f"{server.base_url}/models")
         assert not _Server._running
+
+    asyncio.run(run())
+
+
+KEYED: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"messages": ASKS}),
+    ("responses", {"input": "x"}),
+    ("messages", {"messages": ASKS[1:], "max_tokens": 50}),
+    ("messages/count_tokens", {"messages": ASKS[1:]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), KEYED, ids=[path for path, _ in KEYED])
+def test_at_the_common_address_the_key_in_a_header_says_which_episode_is_meant(path: str, body: dict[str, Any], language: Language) -> None:
+    scripts = [Script(language, [name]) for name in ("one", "two")]
+
+    async def run() -> None:
+        async with (
+            endpoint(chat_of(scripts[0])) as first,
+            endpoint(chat_of(scripts[1])) as second,
+            httpx.AsyncClient(base_url=first.common_url, timeout=60) as client,
+        ):
+            assert first.common_url == second.common_url
+
+            async def status(**headers: str) -> int:
+                headers = {name.replace("_", "-"): value for name, value in headers.items()}
+                answer, models = await client.post(path, json=body, headers=headers), await client.get("models", headers=headers)
+                assert answer.status_code == models.status_code
+                if answer.status_code != 200:
+                    told.add(answer.text)
+                return answer.status_code
+
+            told, key = set[str](), second.api_key
+            for wrong in ("0", "0" * 32, key[:-1], key + "0", f"{key} {key}", "/", first.api_key[:16] + key[16:]):
+                assert await status(authorization=f"Bearer {wrong}") == 401
+                assert await status(x_api_key=wrong) == 401
+            assert await status() == await status(authorization=key) == await status(authorization=f"Basic {key}") == 401
+            assert await status(authorization=f"Bearer {key}", host="evil.example") == 403
+            assert len(told) == 2, "a wrong key and none are refused alike"
+            assert not scripts[0].asked
+            assert not scripts[1].asked
+            for headers in ({"authorization": f"Bearer {key}"}, {"authorization": f"bearer {key}"}, {"x_api_key": key}):
+                assert await status(**headers) == 200
+            assert await status(authorization=f"Bearer {key}", x_api_key="none") == 200
+            assert not scripts[0].asked
+            assert len(scripts[1].asked) == (0 if path.endswith("count_tokens") else 4)
+
+    asyncio.run(run())
+
+
+def test_a_key_in_a_header_is_refused_once_its_episode_is_over(language: Language) -> None:
+    async def run() -> None:
+        async with endpoint(chat_of(Script(language, ["one"]))) as server, httpx.AsyncClient(base_url=server.common_url) as client:
+            async with endpoint(chat_of(Script(language, ["two"]))) as second:
+                headers = {"authorization": f"Bearer {second.api_key}"}
+                assert (await client.post("chat/completions", json={"messages": ASKS}, headers=headers)).status_code == 200
+            assert (await client.post("chat/completions", json={"messages": ASKS}, headers=headers)).status_code == 401
 
     asyncio.run(run())
 
@@ -924,6 +1139,36 @@ def test_the_client_of_openai_speaks_with_it_in_both_dialects(language: Language
     assert (second, fourth) == ("3", "3")
     assert json.loads(streamed) == {"a": 1, "b": 2}
     assert [one.begins for one in script.asked] == [True, False, True, False, True]
+
+
+def test_clients_of_openai_and_anthropic_reach_an_episode_by_their_key_alone(language: Language) -> None:
+    openai = pytest.importorskip("openai", reason=NO_CLIENT.format("openai"))
+    anthropic = pytest.importorskip("anthropic", reason=NO_CLIENT.format("anthropic"))
+    script, other = Script(language, ["one"]), Script(language, ["two"])
+
+    async def run() -> list[str]:
+        async with endpoint(chat_of(other)) as second, endpoint(chat_of(script)) as server:
+            url, key = server.common_url, server.api_key
+            found = []
+            async with openai.AsyncOpenAI(base_url=url, api_key=second.api_key) as client:  # One client, for any episode.
+                mine = client.with_options(api_key=key)
+                found.append((await mine.chat.completions.create(model="policy", messages=ASKS)).choices[0].message.content)
+                found.append((await mine.responses.create(model="policy", input="x")).output_text)
+                found.append((await client.responses.create(model="policy", input="x")).output_text)
+                with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+                    await client.with_options(api_key="none").responses.create(model="policy", input="x")
+            asked: dict[str, Any] = {"model": "policy", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
+            for how in ({"api_key": key}, {"auth_token": key}):
+                async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), **how) as client:
+                    found.append((await client.messages.create(**asked)).content[-1].text)
+                    async with client.messages.stream(**asked) as stream:
+                        found.append(await stream.get_final_text())
+            async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none") as client:
+                with pytest.raises(anthropic.AuthenticationError, match="missing or wrong"):
+                    await client.messages.create(**asked)
+            return found
+
+    assert asyncio.run(run()) == ["one", "one", "two", *["one"] * 4]
 
 
 def test_a_client_of_openai_that_times_out_asks_again_and_takes_one_turn(language: Language) -> None:
