@@ -57,7 +57,7 @@ from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, Outcome, Threads, ToolCall
 from m2flow.engines import lines_of
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
-from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
+from m2flow.errors import InternalError, M2FlowError, NoReward, OpError, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
 from m2flow.samples import MAIN, Finish, Sample, SampleId, Segment, keyed_bits
@@ -218,6 +218,8 @@ class _Episode:
             added |= {"rewards": dict(found.of), "rewarded": dict(found.names)}
         except EpisodeFailed as failed:
             columns, added = {"failure": failed.how}, {"error": str(failed)}
+        except NoReward as error:
+            columns, added = {"failure": "no_reward"}, {"error": str(error)}
         except asyncio.CancelledError:
             return
         except Exception as error:

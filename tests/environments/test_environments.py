@@ -92,6 +92,16 @@ def test_an_environment_that_is_no_function_of_its_seed_is_found_out() -> None:
         Vector(Corridor, 3, seed=1).restore(vector.record())
 
 
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_neither_0_nor_learnt_from(reward: float | None) -> None:
+    class Unpaid(Corridor):
+        def step(self, action: Any) -> Step:
+            return super().step(action)._replace(reward=reward)
+
+    with pytest.raises(EngineError, match=rf"environment 0 gave the reward {reward} for action 0 of its episode 0"):
+        Vector(Unpaid, 2, seed=1).step([1, 1])
+
+
 def _advantages_by_hand(rows: dict[str, np.ndarray], values: np.ndarray, gamma: float, lam: float) -> list[float]:
     """A[t] = delta[t] + gamma lam A[t + 1], one step after the other."""
     found = []
