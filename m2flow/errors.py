@@ -19,6 +19,7 @@
     ├── ModelError               a model path that is missing or broken
     ├── EngineError              an engine can't start, or failed at work
     │   ├── MissingExtra         a package that is not installed, and how to get it
+    │   ├── NoReward             an episode in an environment has ended, and no step of it had a reward
     │   ├── HostError            the machine refuses: a full or failing disk, no permission, no memory, files or threads left
     │   └── OutOfMemory          an engine's device or host memory is used up, and by what
     │       └── MicroBatchTooLarge  on one of several ranks: the run resumes from its last checkpoint with smaller micro-batches
@@ -171,6 +172,10 @@ class EngineError(M2FlowError, RuntimeError):
 
 class MissingExtra(EngineError, ImportError):
     """A package is needed that is not installed."""
+
+
+class NoReward(EngineError):
+    """An episode in an environment has ended, and no step of it had a reward."""
 
 
 class HostError(EngineError):

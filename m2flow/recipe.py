@@ -378,11 +378,11 @@ _LEAST_PENALTY, _LARGEST_BIAS = 1e-2, 1e9
 
 EpisodeFailure = Literal[
     "raised", "invalid", "timed_out", "turn_timed_out", "tool_failed", "too_many_turns", "too_many_conversations", "history_rewritten",
-    "lost", "diverged", "unknown_speaker",
+    "lost", "diverged", "unknown_speaker", "no_reward",
 ]  # fmt: skip
 """How an episode failed: the agent raised; it asked for what can't be, or returned no finite number; it, a turn or a tool took too long or
 broke; it asked for more turns or conversations than it may have, or for one who does not speak in the rollout; the chat template rewrites
-what was said; a tool that may not run twice had begun when the worker was lost; the agent did something else when it was repeated."""
+what was said; a tool that may not run twice had begun when the worker was lost; it diverged when repeated; no step had a reward."""
 
 History = Literal["append", "refuse", "fork"]
 """What becomes of a conversation whose chat template writes the model's earlier turns anew."""

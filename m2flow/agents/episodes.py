@@ -55,7 +55,7 @@ from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcrip
 from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
-from m2flow.errors import InternalError, M2FlowError, PromptTooLong
+from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
 from m2flow.samples import MAIN, Finish, Prompt, Sample, SampleId, Segment, keyed_bits
@@ -242,6 +242,8 @@ class _Episode:
             added |= {"rewards": dict(found.of), "rewarded": dict(found.names)}
         except EpisodeFailed as failed:
             columns, added = {"failure": failed.how}, {"error": str(failed)}
+        except NoReward as error:
+            columns, added = {"failure": "no_reward"}, {"error": str(error)}
         except asyncio.CancelledError:
             return
         except Exception as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ class Step(NamedTuple):
     """What an action led to."""
 
     observation: str | Array
-    reward: float
+    reward: float | None
+    """None: the environment gave none. Only what plays in texts (`m2flow.environments.turns.play`) takes that."""
     terminated: bool
     """The episode is over, and nothing comes after it."""
     truncated: bool
@@ -183,7 +185,7 @@ class Vector:
         return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
 
     def step(self, actions: Sequence[Any] | Array) -> VectorStep:
-        """Act in each; begin an episode where the one before has ended."""
+        """Act in each; begin an episode where the one before has ended. Raises `EngineError`: a reward is no finite number."""
         count = len(self.envs)
         rewards, flags = np.zeros(count), np.zeros((3, count), bool)
         observations = []
@@ -192,7 +194,13 @@ class Vector:
                 self._episodes[i] = _Episode(episode.number + 1)
                 observations.append(np.asarray(env.reset(self._seed_of(i, episode.number + 1))))
                 continue
-            seen, rewards[i], terminated, truncated = env.step(action)
+            seen, reward, terminated, truncated = env.step(action)
+            if reward is None or not math.isfinite(reward):
+                raise EngineError(
+                    f"environment {i} gave the reward {reward} for action {len(episode.actions)} of its episode {episode.number}",
+                    now="Have it give a finite number at each step, 0 where nothing was earned.",
+                )
+            rewards[i] = reward
             episode.actions.append(np.asarray(action).tolist())
             episode.has_ended = terminated or truncated
             flags[:, i] = terminated, truncated and not terminated, True

@@ -8,7 +8,7 @@
 
 A server that has as many sessions as it takes is asked again, with growing pauses, so episodes wait for each other instead of failing. A
 session ends with the block: what an episode held is free for the next one, however it ended. A server that goes away, or answers with an
-error, fails the episode and is never a reward of 0.
+error, fails the episode and is never a reward of 0. A step may have no reward; an episode in which none has one fails (`no_reward`).
 
 Source:
     The messages of OpenEnv 0.10 (github.com/meta-pytorch/OpenEnv, `core/env_server/types.py`).
@@ -106,7 +106,10 @@ class OpenEnv:
         if self._socket is None:
             raise EngineError(f"no episode was begun at {self._url}", now="Call `reset` first.")
         data = await self._asked({"type": "step", "data": dict(self._act(action))})
-        return Step(self._show(dict(data.get("observation") or {})), float(data.get("reward") or 0.0), bool(data.get("done")), False)
+        reward = data.get("reward")
+        return Step(
+            self._show(dict(data.get("observation") or {})), None if reward is None else float(reward), bool(data.get("done")), False
+        )
 
     async def close(self) -> None:
         """End the session."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 
 from m2flow.environments.env import Env
-from m2flow.errors import EngineError, MissingExtra, OptionError
+from m2flow.errors import EngineError, MissingExtra, NoReward, OptionError
 
 
 class Said(Protocol):
@@ -153,7 +153,10 @@ class PettingZoo(TurnEnv):
         return self._next()
 
     def rewards(self) -> dict[str, float]:
-        return dict(self._totals)
+        # Of an episode that is left, those whose turn it is not have yet to be given what they earned since their last one.
+        due = dict[Any, float](getattr(self._env, "_cumulative_rewards", {})) if self._totals else {}
+        waiting = [agent for agent in due if agent in self._env.agents and agent != self._env.agent_selection]
+        return self._totals | {str(agent): self._totals[str(agent)] + float(due[agent]) for agent in waiting}
 
     def close(self) -> None:
         self._env.close()
@@ -225,19 +228,24 @@ async def play(
         max_tokens: of an action, which is whatever is said until then. Without it, a turn that a limit of tokens cut off is no action,
             and the episode ends there.
     Raises:
-        EngineError: it shows something else than texts.
+        EngineError: it shows something else than texts. NoReward: it was acted in, and no step had a reward (those of some may be None).
     """
-    total, num_steps = 0.0, 0
+    rewards, num_steps = list[float](), 0
     shown = await _called(env.reset, chat.rng.getrandbits(31) if seed is None else seed, row)
     while max_steps is None or num_steps < max_steps:
         said = await chat.say(_text(shown, env), max_tokens=max_tokens)
         if not _is_action(said, max_tokens):
             break
         step = await _called(env.step, said.text)
-        shown, total, num_steps = step.observation, total + step.reward, num_steps + 1
+        shown, num_steps = step.observation, num_steps + 1
+        if step.reward is not None:
+            rewards.append(step.reward)
         if step.terminated or step.truncated:
             break
-    return total
+    if num_steps and not rewards:
+        now = "An environment that pays at its end alone needs to come to it: look at max_steps, and at the rollout's bounds."
+        raise NoReward(f"{type(env).__name__} gave no reward in the episode's {num_steps} steps", now=now)
+    return sum(rewards)
 
 
 async def play_by_turns(

@@ -26,6 +26,7 @@ from m2flow.macro.replay import CallRecord
 from m2flow.micro.protocol import call_semantics
 from m2flow.micro.records.ledger import Ledger
 from m2flow.micro.records.resume import Resumption
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Kind, SegmentWriter, read_segment, scan_segments, worker_of
 from m2flow.observe.metrics import read_metrics
 from m2flow.recipe import AdamW
@@ -206,6 +207,116 @@ def test_a_tool_with_effects_never_runs_twice_whenever_an_eager_run_is_killed_an
         num_same += again.samples_sha256 == whole.samples_sha256
     assert num_before > 20
     assert num_same > len(tried) // 4, "where no tool ran when it was killed"
+
+
+class Said:
+    """What the records and the ledger of a run say by now, of each kind."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, set[str]] = {}
+        self._known: dict[str, int] = {}
+        self._returned: dict[str, bool] = {}
+        """A tool's call that has begun -> whether what it gave is written, too."""
+
+    @property
+    def num_open(self) -> int:
+        return sum(not has for has in self._returned.values())
+
+    def more(self, run_dir: Path) -> set[str]:
+        """Read on. Returns the kinds of what is new."""
+        before = {kind: len(said) for kind, said in self.kinds.items()}
+        folder = run_dir / "segments"
+        for name in {worker_of(path.name) for path in folder.glob("*.seg")}:
+            for found in scan_segments(folder, name, self._known):
+                self._known[found.place[0]] = found.place[1] + found.place[2]
+                self._add(f"segment {found.kind.name}", found.place)
+                rows = read_segment(folder, found.place)
+                for row, packed in enumerate(rows.ids.tolist() if "episode" in rows.columns else []):
+                    self._add_episode(packed, rows.ragged("episode").item(row), is_over=found.kind is Kind.FINISHED)
+        with reading_ledger(run_dir) as db:
+            for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+                for row in db.execute(f"SELECT * FROM {table}"):
+                    self._add(f"ledger {table}", row)
+            for ordinal, name, state in db.execute("SELECT ordinal, name, state FROM calls"):
+                self._add(f"{name} {state}", ordinal)
+        for path in run_dir.glob("checkpoints/step-*"):
+            self._add("checkpoint", path.name)
+        return {kind for kind, said in self.kinds.items() if len(said) > before.get(kind, 0)}
+
+    def _add(self, kind: str, *what: object) -> None:
+        self.kinds.setdefault(kind, set()).add(str(what))
+
+    def _add_episode(self, packed: int, record: Any, *, is_over: bool) -> None:
+        for number in range(len(record["turns"])):
+            self._add("turn", packed, number)
+        for key, call in record["tools"].items():
+            self._add("tool began", packed, key)
+            self._returned[f"{packed} {key}"] = self._returned.get(f"{packed} {key}", False) or "result" in call
+            if "result" in call:
+                self._add("tool returned", packed, key)
+        if is_over:
+            self._add("episode ended", packed)
+
+
+KINDS = {
+    *("turn", "tool began", "tool returned", "episode ended", "checkpoint"),
+    *("segment RUNNING", "segment FINISHED", "segment RESULT"),
+    *("policy.rollout done", "policy.episodes.counted done", "policy.episodes.whole done", "policy.update done"),
+    *(f"ledger {name}" for name in ("calls", "samples", "prefixes", "rewards", "consumption", "made", "seen", "known", "marks", "logs")),
+}
+"""What a run of this agent writes at least. Kinds that it writes besides are tried, too."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_a_run_with_effects_that_is_killed_right_after_any_kind_of_record_pays_once_and_comes_to_the_same(tmp_path, monkeypatch):
+    commit_every(monkeypatch, 0.0)
+    spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"), checkpoint_steps=1)
+    images, said, paid = Images(tmp_path / "images", most=None), Said(), tmp_path / "paid"
+    after: dict[str, list[Path]] = {}
+    known: dict[Path, list[str]] = {}
+    is_open: dict[Path, bool] = {}
+
+    def take() -> None:
+        if image := images.take():
+            for kind in said.more(images.run.run_dir):
+                after.setdefault(kind, []).append(image)
+            known[image] = paid.read_text().splitlines() if paid.exists() else []
+            is_open[image] = said.num_open > 0
+
+    monkeypatch.setenv(PAID, str(paid))
+    images.run = SteppedRun(paying, {}, spec, settings, hook=take)
+    whole = images.run.execute()
+    expected = sorted(paid.read_text().splitlines())
+    assert len(expected) == len(set(expected)) == 2 * 2 * 2 * 3
+    assert not KINDS - set(after), "kinds of which the run wrote none"
+
+    def resume(image: Path) -> tuple[list[str], Any]:
+        more = tmp_path / f"paid after {image.name}"
+        more.touch()
+        monkeypatch.setenv(PAID, str(more))
+        again = resumed(paying, {}, spec, settings, image, order_seed=len(known[image]))
+        return sorted(known[image] + more.read_text().splitlines()), again
+
+    tried: dict[Path, set[str]] = {}
+    for kind, found in sorted(after.items(), key=lambda one: len(one[1])):
+        clean = [image for image in found if not is_open[image]]
+        assert clean or kind == "tool began", kind
+        if clean and not any(image in tried for image in clean):
+            tried[clean[len(clean) // 2]] = set()
+    for image in tried:
+        lines, again = resume(image)
+        kinds = {kind for kind, found in after.items() if image in found}
+        assert lines == expected, kinds
+        assert (again.samples_sha256, again.weights_sha256) == (whole.samples_sha256, whole.weights_sha256), kinds
+        tried[image] = kinds
+    # A tool that had begun may have paid or not, so its episode is lost: the run does not come to the same.
+    cut = [image for image in after["tool began"] if is_open[image]]
+    assert cut
+    assert set().union({"tool began"}, *tried.values()) == set(after)
+    for image in cut[:: max(len(cut) // 3, 1)]:
+        lines, _ = resume(image)
+        assert len(lines) == len(set(lines)), Counter(lines).most_common(1)
 
 
 RUN = "M2FLOW_TEST_RUN"

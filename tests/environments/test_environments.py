@@ -92,6 +92,16 @@ def test_an_environment_that_is_no_function_of_its_seed_is_found_out() -> None:
         Vector(Corridor, 3, seed=1).restore(vector.record())
 
 
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_neither_0_nor_learnt_from(reward: float | None) -> None:
+    class Unpaid(Corridor):
+        def step(self, action: Any) -> Step:
+            return super().step(action)._replace(reward=reward)
+
+    with pytest.raises(EngineError, match=rf"environment 0 gave the reward {reward} for action 0 of its episode 0"):
+        Vector(Unpaid, 2, seed=1).step([1, 1])
+
+
 def _advantages_by_hand(rows: dict[str, np.ndarray], values: np.ndarray, gamma: float, lam: float) -> list[float]:
     """A[t] = delta[t] + gamma lam A[t + 1], one step after the other."""
     found = []
@@ -268,7 +278,48 @@ def test_play_goes_on_the_same_in_a_worker_that_has_the_environments_and_in_one_
         learned = learner.learn(learned, played, np.random.default_rng(step))
 
 
-def test_actors_of_continuous_actions_and_of_pictures_learn_too() -> None:
+class Bright(Env):
+    """Walk until the one bright pixel of what is seen lies in the middle; 1 for a step towards it, -1 for one away from it."""
+
+    spaces = Spaces((8, 8, 1), True, 4)
+
+    def __init__(self) -> None:
+        self._at, self._num_steps = (0, 0), 0
+
+    def reset(self, seed: int, row: Mapping[str, object] | None = None) -> np.ndarray:
+        self._at, self._num_steps = divmod(seed % 64, 8), 0
+        return self._shows()
+
+    def step(self, action: Any) -> Step:
+        before, moves = self._far(), ((1, 0), (-1, 0), (0, 1), (0, -1))
+        down, right = (min(max(at + by, 0), 7) for at, by in zip(self._at, moves[int(action)], strict=True))
+        self._at, self._num_steps = (down, right), self._num_steps + 1
+        return Step(self._shows(), float(before - self._far()), not self._far(), self._num_steps >= 16 and bool(self._far()))
+
+    def _far(self) -> int:
+        return sum(abs(at - 4) for at in self._at)
+
+    def _shows(self) -> np.ndarray:
+        picture = np.zeros((8, 8, 1), np.uint8)
+        picture[self._at] = 255
+        return picture
+
+
+def test_an_actor_learns_from_pictures_where_to_go() -> None:
+    """Of its steps, those towards the pixel less those away from it: about 0 at first, nearly all at the end."""
+    learner = _made(ActorCritic, Bright, hidden=(64,), optimizer=AdamW(3e-3, max_grad_norm=0.5), epochs=4, minibatch_size=128)
+    simulator = _made(Simulator, Bright, count=16, hidden=(64,))
+    learned, played, gains = learner.start(), simulator.start(), []
+    for step in range(14):
+        played = simulator.play(played, learned, 32, np.random.default_rng(step))
+        rows = unpack(played)[0]
+        gains.append(float(rows["rewards"][rows["is_real"]].mean()))
+        learned = learner.learn(learned, played, np.random.default_rng(step))
+    assert gains[0] < 0.15
+    assert np.mean(gains[-3:]) > 0.8, gains
+
+
+def test_actors_of_continuous_actions_and_of_pictures_make_finite_steps() -> None:
     pytest.importorskip("gymnasium")
     import torch
 

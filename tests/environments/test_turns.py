@@ -22,7 +22,7 @@ from m2flow.agents.tools import EventLoop
 from m2flow.environments.env import Env, Step
 from m2flow.environments.openenv import OpenEnv
 from m2flow.environments.turns import PettingZoo, Turn, TurnEnv, play, play_by_turns
-from m2flow.errors import EngineError, MissingExtra, OptionError
+from m2flow.errors import EngineError, MissingExtra, NoReward, OptionError
 from m2flow.testing.world import run_eager, run_planned
 
 
@@ -104,6 +104,18 @@ class Nim(TurnEnv):
         return dict(self._rewards)
 
 
+class Sparse(Count):
+    """Pays at its end alone, and only if told to."""
+
+    def __init__(self, pays: bool) -> None:
+        super().__init__()
+        self._pays = pays
+
+    def step(self, action: Any) -> Step:
+        step = super().step(action)
+        return step._replace(reward=0.5 if step.terminated and self._pays else None)
+
+
 def ran(doing: Any) -> Any:
     return asyncio.run(doing)
 
@@ -130,6 +142,35 @@ def test_what_a_limit_cut_off_is_an_action_only_where_the_limit_is_the_actions()
     assert ran(play(voice, Count(), seed=1, max_tokens=2)) == 3.0
     assert voice.limits[-1] == 2
     assert ran(play(voice, Count(), seed=1, max_tokens=3)) == 0.0, "the conversation's limit was nearer"
+
+
+def test_an_episode_that_was_left_before_any_step_had_a_reward_is_not_a_reward_of_0() -> None:
+    assert ran(play(Voice(next_of), Sparse(pays=True), seed=1)) == 0.5
+    for env, bound in ((Sparse(pays=False), None), (Sparse(pays=True), 2)):
+        with pytest.raises(NoReward, match=f"Sparse gave no reward in the episode's {bound or 3} steps"):
+            ran(play(Voice(next_of), env, seed=1, max_steps=bound))
+
+
+@agent
+async def unpaid(chat: Chat, row: Sample) -> float:
+    return await play(chat, Sparse(pays=row.prompt == "0"), seed=row.id.index, max_tokens=2)
+
+
+@flow
+def some_unpaid() -> None:
+    policy = Policy("fake", init="random")
+    prompts = Dataset([{"prompt": str(i)} for i in range(4)], shuffle=False)
+    for _ in steps(1):
+        episodes = policy.rollout(unpaid, prompts.take(2), n=4, max_tokens=32, max_turns=8)
+        policy.update(episodes, episodes.reward)
+
+
+def test_episodes_without_a_reward_are_counted_by_their_cause_and_are_trained_by_nobody() -> None:
+    found = run_eager(some_unpaid, {}, SPLIT)
+    assert not found.error
+    counted = {name: value for _, name, value in found.logs if name.startswith("episodes/")}
+    assert counted["episodes/no_reward"] == counted["episodes/failed"] == 4
+    assert run_planned(some_unpaid, {}, SPLIT, order_seed=1) == found
 
 
 def test_a_slow_environment_delays_no_other_episode() -> None:
@@ -265,6 +306,26 @@ def test_an_action_that_is_none_or_not_legal_ends_the_episode_with_its_players_l
     }
 
 
+class Paying(Race):
+    """Pays for each step at once, to be had at the next turn, as PettingZoo's own do."""
+
+    def reset(self, seed: int, options: Mapping[str, object] | None = None) -> None:
+        super().reset(seed, options)
+        self._cumulative_rewards = self._earned
+
+    def step(self, action: int | None) -> None:
+        me = self.agent_selection
+        super().step(action)
+        self._earned[me] += float(action or 0)
+        self._cumulative_rewards = self._earned
+
+
+def test_what_a_player_earned_in_its_last_turn_counts_where_the_episode_is_left_before_its_next() -> None:
+    voices = {name: Voice(lambda shown: "1", name) for name in ("a", "b")}
+    for num_steps, expected in ((1, {"a": 1.0, "b": 0.0}), (2, {"a": 1.0, "b": 1.0}), (3, {"a": 2.0, "b": 1.0})):
+        assert ran(play_by_turns(voices, PettingZoo(Paying, goal=9), seed=0, max_steps=num_steps)) == expected
+
+
 def test_what_pettingzoo_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pettingzoo", None)
@@ -338,7 +399,9 @@ class Server:
                     return
                 else:
                     step = env.step(message["data"]["number"])
-                    seen = {"observation": {"text": step.observation}, "reward": step.reward, "done": step.terminated}
+                    pays = self._breaks != "pays nothing" and (self._breaks != "pays at the end" or step.terminated)
+                    reward = step.reward if pays else None
+                    seen = {"observation": {"text": step.observation}, "reward": reward, "done": step.terminated}
                 await socket.send(json.dumps({"type": "observation", "data": seen}))
         finally:
             self.num_open -= 1
@@ -382,6 +445,18 @@ def test_a_server_that_breaks_fails_the_episode_and_is_no_reward(breaks: str, me
 
     with pytest.raises(EngineError, match=message):
         ran(one())
+
+
+def test_a_step_without_a_reward_counts_as_nothing_and_an_episode_without_any_fails_by_its_own_cause() -> None:
+    websockets = pytest.importorskip("websockets")
+
+    async def one(breaks: str) -> float:
+        async with Server(websockets, 1, breaks) as server:
+            return await _counted(server.url, 1)
+
+    assert ran(one("pays at the end")) == 1.0
+    with pytest.raises(NoReward, match="OpenEnv gave no reward in the episode's 3 steps"):
+        ran(one("pays nothing"))
 
 
 def test_a_session_that_went_away_is_begun_anew_by_the_next_reset() -> None:
