@@ -650,7 +650,7 @@ class Episodes:
         if episode.waiting is None and episode.queued:
             turn = episode.waiting = episode.queued.popleft()
             turn.engine._asked[episode.id] = turn
-            turn.engine._queue.asked(episode.id, len(_request_of(turn).prompt) + len(_request_of(turn).prefix))
+            turn.engine._queue.asked(episode.id, _num_tokens_before(turn))
             if episode.is_limited:
                 self._loop.call(episode.waits)
 
@@ -705,7 +705,7 @@ class Episodes:
 
     def _taken(self, turn: _Turn) -> None:
         self._turns[turn.episode.id] = turn
-        self._queue.given(turn.episode.id, len(_request_of(turn).prompt) + len(_request_of(turn).prefix))
+        self._queue.given(turn.episode.id, _num_tokens_before(turn))
         if turn.asked.heard is not None:
             self._listened[turn.episode.id] = turn.asked
         if not self._is_remote:  # Whether it fits is known with the answer: until then it is not in the transcript.
@@ -963,6 +963,12 @@ def _size_of(prompt: Prompt | tuple[int, ...]) -> int:
 def _request_of(turn: _Turn) -> Request:
     assert turn.request is not None
     return turn.request
+
+
+def _num_tokens_before(turn: _Turn) -> int:
+    """The tokens of a turn's context, with those that it has of itself already."""
+    request = _request_of(turn)
+    return len(request.prompt) + len(request.prefix)
 
 
 def _place_of(turn: _Turn) -> TurnPlace:

@@ -597,7 +597,7 @@ def is_accepted(shape: ModelShape, layout: Layout, offers: ParallelLayouts, opti
     """
     if refused_in_all(shape, offers):
         return False
-    traits = _traits(shape, layout, options) if offers.excludes else set()
+    traits = _traits(shape, layout, options)
     if any(traits.issuperset(those) for those in offers.excludes):
         return False
     if any(getattr(layout, degree, 1) > 1 and shape.family not in ("", *families) for degree, families in offers.families):
