@@ -40,7 +40,7 @@ that has its default. Numbers outside MessagePack are little-endian.
 ## Parcels
 
 Rows of one call's result, from worker to worker: a ZeroMQ message of frames. A parcel whose `call` is {TURNS_ASKED} asks for turns
-of episodes, a row each, and one of {TURNS_ANSWERED} has what came of them (`m2flow.agents.remote_speakers`).
+of episodes, a row each, and one of {TURNS_ANSWERED} has what came of them (`m2flow.agents.turn_requests`).
 
 | bytes of the first frame | |
 |---|---|

@@ -18,8 +18,8 @@ from speaker_flows import SPEC, VERSIONS, begun, contest, hosts
 from m2flow import Chat, Dataset, Policy, Sample, agent, flow, log, steps
 from m2flow.agents.conversation import Transcript
 from m2flow.agents.episodes import Episodes, EpisodeStart
-from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
 from m2flow.agents.tools import EventLoop
+from m2flow.agents.turn_requests import Guests, RemoteSpeaker, Window
 from m2flow.channels.channel import Parcel
 from m2flow.channels.codec import decode, encode
 from m2flow.engines.contract import EngineSettings, Generated, Request

@@ -13,8 +13,9 @@ import pytest
 from played_episodes import begun, played, same, stopped_row, wanderer
 
 from m2flow import Chat, Sample, agent
-from m2flow.agents.episodes import Episodes, EpisodeStart, TurnQueue
+from m2flow.agents.episodes import Episodes, EpisodeStart
 from m2flow.agents.tools import EventLoop
+from m2flow.agents.turn_requests import TurnQueue
 from m2flow.engines.contract import EngineSettings, Occupancy
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model

@@ -23,7 +23,7 @@ Episodes in which several roles speak run beside the rollout engines of all of t
 search each placement of the role whose episodes they are also has the others' engines (`with_speakers`). Limit: the search counts neither
 the memory nor the time of these. A speaker that is pinned otherwise than the role whose episodes they are (`is_apart`) has workers of its
 own: by rule as many as it has devices in the pin, by search where its turns, as a generation of its own, are best placed. Its turns are
-asked for over channels (`m2flow.agents.remote_speakers`).
+asked for over channels (`m2flow.agents.turn_requests`).
 
 Degrees of parallelism (`EngineSlot.tp`, `.pp`, `.ep`) become arguments of the inference server, and options of a trainer that does not
 have them in the spec (`m2flow.engines.registry.train_options`). By rule the spec pins them

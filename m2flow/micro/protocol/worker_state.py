@@ -313,7 +313,7 @@ def stopped_at(call: int) -> int:
 
 TURNS_ASKED, TURNS_ANSWERED = -(2**62), -(2**62) + 1
 """In place of a call, in parcels that bring no rows of one: turns of episodes that a speaker's worker is asked for, and what came of them
-(`m2flow.agents.remote_speakers`)."""
+(`m2flow.agents.turn_requests`)."""
 
 
 class RowStore:

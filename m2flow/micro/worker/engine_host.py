@@ -33,8 +33,8 @@ import numpy as np
 
 from m2flow.agents.conversation import Transcript
 from m2flow.agents.episodes import Episodes, EpisodeStart, TurnPlace
-from m2flow.agents.remote_speakers import Guests, RemoteSpeaker, Window
 from m2flow.agents.tools import EventLoop
+from m2flow.agents.turn_requests import Guests, RemoteSpeaker, Window
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.tensors import to_wire

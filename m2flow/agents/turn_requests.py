@@ -1,4 +1,7 @@
-"""Have turns of an episode played by an engine in another process: asked for by who plays the episode, answered by who has the engine.
+"""Turns as requests: the queue in which they wait for an engine, and those that an engine in another process plays.
+
+`TurnQueue` says which of the turns that wait an engine is given, and which episodes begin. A turn of a speaker whose engine is in another
+process is asked for by who plays the episode, and answered by who has the engine:
 
     the process of the episodes                          the process of the speaker's engine
     Episodes -> RemoteSpeaker.add   ---- asked ------->  Guests.take -> engine.add
@@ -18,9 +21,15 @@ played: that was given up before the engine's weights or turn changed, and is ig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import heapq
+import itertools
+import math
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import msgspec
 import numpy as np
@@ -29,6 +38,241 @@ from m2flow.engines.contract import Generated, Language, Occupancy, Request, Rol
 from m2flow.errors import EngineError, InternalError, M2FlowError, PromptTooLong
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Finish, Ragged, SampleId
+
+# ---- which turns an engine is given, and which episodes begin
+
+
+T = TypeVar("T")
+
+
+class _Context(NamedTuple):
+    """What the next turn of an episode follows."""
+
+    num_tokens: int
+    num_turns: int
+    """Turns that the engine has answered."""
+
+
+_OVERTAKEN, _LEAST_OVERTAKEN = 2, 64
+"""A turn goes first once the engine was given so many turns before it for each episode that has begun, and at least so many."""
+_LEAST_ENDED = 16
+"""Episodes that must have ended before the order of turns follows how many turns they took."""
+_OPENS_S, _REPLIES_S = 1.0, 0.005
+"""How long an episode that has begun, and one that has had a turn, is expected to ask for the next one at once."""
+_LOOKED_S = 1.0
+"""How long the size of an engine's cache is believed."""
+
+
+@final
+class TurnQueue:
+    """The turns that wait for an engine, and the order in which it gets them.
+
+    While the contexts of all episodes fit into the engine's KV cache, the turn goes first whose episode is expected to have the most turns
+    left (longest processing time first), by the share of episodes that ended after as many turns; before enough have ended, and among
+    equals, the one that has waited longest. Once they do not fit, those turns go first whose context is among what was used last, as
+    the cache keeps it. An engine whose cache's size is not known has room for all. A turn that was passed over often goes before
+    all others (`_OVERTAKEN`).
+
+    Source:
+        Graham 1969 (longest processing time); Kaplan and Meier 1958 (of episodes that have not ended, too, it is known how many turns they
+        had). That agents' contexts are lost while tools run, and that turns should go where they are: Continuum (arXiv 2511.02230).
+    """
+
+    def __init__(self, num_slots: int, num_ready: int = 0) -> None:
+        """
+        Args:
+            num_slots: turns that the engine decodes at once; 0: as many as it is given.
+            num_ready: turns that it has beyond these, to replace those that end, where it decodes while nobody asks it to.
+        """
+        self._limit = num_slots and num_slots + num_ready
+        self._contexts: dict[int, _Context] = {}
+        """Of the episodes that have begun and are not over."""
+        self._num_tokens = 0
+        """Of all of them."""
+        self._running: dict[int, int] = {}
+        self._cached: OrderedDict[int, int] = OrderedDict()
+        """Episode -> tokens of the context that the engine works on, and that its cache has; those used last at the end."""
+        self._num_held = 0
+        """Tokens of both."""
+        self._num_ended: Counter[int] = Counter()
+        self._num_continued: Counter[int] = Counter()
+        """Episodes by the turns after which they ended, and after which they went on."""
+        self._ended_tokens = 0
+        self._num_given = 0
+        """Turns that the engine was given."""
+        self._asked_at: dict[int, tuple[int, int]] = {}
+        """Episode -> how many they were when it asked for its turn, and how many were asked for before that."""
+        self._num_asked = 0
+        self._waiting: dict[int, dict[int, None]] = {}
+        """The episodes whose turn waits, as they asked, by the turns that they had: all are not to be sorted in each step."""
+        self._expected: dict[int, float] = {}
+        """Episodes that are likely to ask for a turn at once, and until when that is so."""
+        self._capacity, self._looked_at = 0, -math.inf
+
+    def look(self, occupancy: Callable[[], Occupancy]) -> None:
+        """See how large the engine's cache is, from time to time."""
+        if self._limit and time.monotonic() - self._looked_at > _LOOKED_S:
+            self._capacity, self._looked_at = occupancy().kv_capacity, time.monotonic()
+
+    def cache_lost(self) -> None:
+        """Note that the engine's cache is empty, but for what it works on, and may have another size."""
+        self._cached.clear()
+        self._num_held, self._looked_at = sum(self._running.values()), -math.inf
+
+    def num_free(self, num_unfinished: int) -> int:
+        """Count the turns that an engine with so many unfinished requests may be given now. Others of these leave turns half its places."""
+        num_running = len(self._running)
+        of_half = min(num_unfinished - num_running, -(-self._limit // 2) - num_running)
+        return max(self._limit - num_unfinished, of_half) if self._limit else sys.maxsize
+
+    # What happens to episodes
+
+    def begun(self, packed: int, num_tokens: int) -> None:
+        """Note that an episode has begun, whose first context will have about so many tokens."""
+        self._follows(packed, num_tokens, 0)
+        self._expected[packed] = time.monotonic() + _OPENS_S
+
+    def asked(self, packed: int, num_tokens: int) -> None:
+        """Note a turn that an episode asks for, behind a context of so many tokens."""
+        self._expected.pop(packed, None)
+        known = self._contexts.get(packed)
+        num_turns = 0 if known is None else known.num_turns
+        self._num_continued[num_turns] += 1
+        self._asked_at[packed] = self._num_given, self._num_asked
+        self._num_asked += 1
+        self._follows(packed, num_tokens, num_turns)
+        of_same = self._waiting.setdefault(num_turns, {})
+        of_same.pop(packed, None)  # A turn that was given up.
+        of_same[packed] = None
+
+    def _follows(self, packed: int, num_tokens: int, num_turns: int) -> None:
+        self._num_tokens += num_tokens - (self._contexts[packed].num_tokens if packed in self._contexts else 0)
+        self._contexts[packed] = _Context(num_tokens, num_turns)
+
+    def given(self, packed: int, num_tokens: int) -> None:
+        """Note that the engine has been given a turn."""
+        self._num_held += num_tokens - self._cached.pop(packed, 0)
+        self._running[packed] = num_tokens
+        self._waits_no_more(packed)
+        self._num_given += 1
+        self._evict()
+
+    def answered(self, packed: int, num_tokens: int) -> None:
+        """Note that the engine has ended a turn, after which its cache has a context of so many tokens."""
+        self._leave(packed, num_tokens)
+        if packed in self._contexts:
+            self._follows(packed, num_tokens, self._contexts[packed].num_turns + 1)
+            self._expected[packed] = time.monotonic() + _REPLIES_S
+
+    def taken_back(self, packed: int) -> None:
+        """Note that the engine has a turn no more."""
+        self._leave(packed, self._running.get(packed, 0))
+
+    def _waits_no_more(self, packed: int) -> None:
+        if packed in self._contexts:
+            self._waiting.get(self._contexts[packed].num_turns, {}).pop(packed, None)
+
+    def _leave(self, packed: int, num_tokens: int) -> None:
+        if packed in self._running:
+            self._num_held += num_tokens - self._running.pop(packed)
+            self._cached[packed] = num_tokens
+            self._evict()
+
+    def _evict(self) -> None:
+        while self._cached and self._num_held > self._capacity:
+            self._num_held -= self._cached.popitem(last=False)[1]
+
+    def ended(self, packed: int, *, is_over: bool) -> None:
+        """Forget an episode that is over, or goes on elsewhere. Its context stays in the cache, as long as that has room."""
+        self._expected.pop(packed, None)
+        self._asked_at.pop(packed, None)
+        self._waits_no_more(packed)
+        known = self._contexts.pop(packed, None)
+        self._num_tokens -= 0 if known is None else known.num_tokens
+        if is_over and known is not None and known.num_turns:
+            self._num_ended[known.num_turns] += 1
+            self._ended_tokens += known.num_tokens
+
+    # Decisions
+
+    def num_to_begin(self, sizes: Iterable[int], num_free: int) -> int:
+        """Count the episodes that begin now, of those that wait, by the tokens of their first contexts.
+
+        Args:
+            num_free: further turns that the engine could be given, beside all that were asked for.
+        """
+        if not self._limit:
+            return sum(1 for _ in sizes)
+        now = time.monotonic()
+        self._expected = {packed: until for packed, until in self._expected.items() if until > now}
+        num_free -= len(self._expected)
+        if self._is_over:
+            return sum(1 for _ in itertools.islice(sizes, max(num_free, 0)))
+        mean = self._mean_tokens
+        tokens_left = (self._capacity or math.inf) - sum(max(one.num_tokens, mean) for one in self._contexts.values())
+        count = 0
+        for size in sizes:
+            tokens_left -= max(size, mean)
+            if tokens_left < 0 and count >= num_free:
+                break
+            count += 1
+        return count
+
+    def chosen(self, asked: Mapping[int, T], num_free: int) -> list[T]:
+        """Choose the turns that the engine is given now, in that order, of those by episode that were asked for, as they were.
+
+        Beyond a first one, their contexts and those that it works on fit into its cache: what waits inside the engine evicts others.
+        """
+        if not self._limit:
+            return list(asked.values())
+        found: list[T] = []
+        held = sum(self._running.values())
+        for packed in itertools.islice(self._in_order(asked, num_free), max(num_free, 0)):
+            held += self._contexts[packed].num_tokens
+            if 0 < self._capacity < held and (found or self._running):
+                break
+            found.append(asked[packed])
+        return found
+
+    def _in_order(self, asked: Mapping[int, T], num_free: int) -> Iterator[int]:
+        is_known = sum(self._num_ended.values()) >= _LEAST_ENDED
+        if not self._is_over and (len(asked) <= num_free or not is_known):
+            yield from asked
+            return
+        least = self._num_given - max(_OVERTAKEN * len(self._contexts), _LEAST_OVERTAKEN)
+        first = dict.fromkeys(itertools.takewhile(lambda packed: self._asked_at[packed][0] <= least, asked))
+        yield from first
+        if self._is_over:
+            there = self._cached.keys() & asked.keys()
+            yield from sorted(there - first.keys(), key=self._asked_at.__getitem__)
+            yield from (packed for packed in asked if packed not in there and packed not in first)
+            return
+        rest = self._expected_rest()
+        rank: Callable[[int], float] = lambda num_turns: -rest[min(num_turns, len(rest) - 1)]  # noqa: E731
+        for _, alike in itertools.groupby(sorted(self._waiting, key=rank), key=rank):
+            waiting = heapq.merge(*(self._waiting[num_turns] for num_turns in alike), key=self._asked_at.__getitem__)
+            yield from (packed for packed in waiting if packed in asked and packed not in first)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the contexts of all episodes do not fit into the cache."""
+        return 0 < self._capacity < self._num_tokens
+
+    @property
+    def _mean_tokens(self) -> float:
+        """The context with which episodes end, on average; 0: not known."""
+        return self._ended_tokens / max(sum(self._num_ended.values()), 1)
+
+    def _expected_rest(self) -> list[float]:
+        """Turns that an episode is expected to have yet, by how many it has had."""
+        rest = [0.0] * (max(itertools.chain(self._num_ended, self._num_continued)) + 1)
+        for had in reversed(range(len(rest) - 1)):
+            ended, continued = self._num_ended[had], self._num_continued[had]
+            rest[had] = (1 + rest[had + 1]) * continued / max(ended + continued, 1)
+        return rest
+
+
+# ---- turns that cross processes
 
 
 class Window(NamedTuple):
