@@ -52,7 +52,7 @@ from typing import Any, NamedTuple, final
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall
-from m2flow.agents.turn_requests import RemoteSpeaker, TurnQueue
+from m2flow.agents.turn_requests import RemoteSpeaker, TurnQueue, Waiting
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
@@ -638,6 +638,27 @@ class Episodes:
     def is_held(self, packed: int) -> bool:
         """Whether an episode should not be stopped now: a tool with effects runs, and could not be repeated."""
         return packed in self._episodes and self._episodes[packed].num_effects > 0
+
+    def is_queued(self, packed: int) -> bool:
+        """Whether an episode has not begun, or waits for this engine and for nothing else."""
+        if packed in self._starts:
+            return True
+        return packed in self._asked and packed in self._episodes and not any(packed in one._urgent for one in self._all)
+
+    def queued(self) -> list[Waiting]:
+        """The episodes for which `is_queued` holds, those that lose least by going on elsewhere first."""
+        begin = [Waiting(packed, episode.num_tokens, 0) for packed, episode in reversed(self._starts.items())]
+        return begin + self._queue.last([packed for packed in self._asked if self.is_queued(packed)])
+
+    @property
+    def turn_tokens(self) -> float:
+        """Mean number of tokens that the engine has generated in a turn; 0: none has ended."""
+        return self._queue.turn_tokens
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens that the engine's cache holds; 0: not known."""
+        return self._queue.capacity
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         """Give up samples and episodes; these with their tokens so far, to go on from."""

@@ -53,6 +53,16 @@ class _Context(NamedTuple):
     """Turns that the engine has answered."""
 
 
+class Waiting(NamedTuple):
+    """An episode that waits for an engine."""
+
+    episode: int
+    num_tokens: int
+    """About the tokens of its context."""
+    num_cached: int
+    """Those of them that the engine's cache still has."""
+
+
 _OVERTAKEN, _LEAST_OVERTAKEN = 2, 64
 """A turn goes first once the engine was given so many turns before it for each episode that has begun, and at least so many."""
 _LEAST_ENDED = 16
@@ -107,12 +117,15 @@ class TurnQueue:
         """The episodes whose turn waits, as they asked, by the turns that they had: all are not to be sorted in each step."""
         self._expected: dict[int, float] = {}
         """Episodes that are likely to ask for a turn at once, and until when that is so."""
-        self._capacity, self._looked_at = 0, -math.inf
+        self._num_generated, self._num_answered = 0, 0
+        self.capacity = 0
+        """Tokens that the engine's cache holds; 0: not known."""
+        self._looked_at = -math.inf
 
     def look(self, occupancy: Callable[[], Occupancy]) -> None:
         """See how large the engine's cache is, from time to time."""
         if self._limit and time.monotonic() - self._looked_at > _LOOKED_S:
-            self._capacity, self._looked_at = occupancy().kv_capacity, time.monotonic()
+            self.capacity, self._looked_at = occupancy().kv_capacity, time.monotonic()
 
     def cache_lost(self) -> None:
         """Note that the engine's cache is empty, but for what it works on, and may have another size."""
@@ -159,6 +172,8 @@ class TurnQueue:
 
     def answered(self, packed: int, num_tokens: int) -> None:
         """Note that the engine has ended a turn, after which its cache has a context of so many tokens."""
+        self._num_generated += num_tokens - self._running.get(packed, num_tokens)
+        self._num_answered += 1
         self._leave(packed, num_tokens)
         if packed in self._contexts:
             self._follows(packed, num_tokens, self._contexts[packed].num_turns + 1)
@@ -179,7 +194,7 @@ class TurnQueue:
             self._evict()
 
     def _evict(self) -> None:
-        while self._cached and self._num_held > self._capacity:
+        while self._cached and self._num_held > self.capacity:
             self._num_held -= self._cached.popitem(last=False)[1]
 
     def ended(self, packed: int, *, is_over: bool) -> None:
@@ -209,7 +224,7 @@ class TurnQueue:
         if self._is_over:
             return sum(1 for _ in itertools.islice(sizes, max(num_free, 0)))
         mean = self._mean_tokens
-        tokens_left = (self._capacity or math.inf) - sum(max(one.num_tokens, mean) for one in self._contexts.values())
+        tokens_left = (self.capacity or math.inf) - sum(max(one.num_tokens, mean) for one in self._contexts.values())
         count = 0
         for size in sizes:
             tokens_left -= max(size, mean)
@@ -229,10 +244,24 @@ class TurnQueue:
         held = sum(self._running.values())
         for packed in itertools.islice(self._in_order(asked, num_free), max(num_free, 0)):
             held += self._contexts[packed].num_tokens
-            if 0 < self._capacity < held and (found or self._running):
+            if 0 < self.capacity < held and (found or self._running):
                 break
             found.append(asked[packed])
         return found
+
+    def last(self, asked: Iterable[int]) -> list[Waiting]:
+        """Of turns that wait, by episode, what each has of the cache: those that have nothing of it first, of these the latest."""
+        found = []
+        for packed in asked:
+            context = self._contexts[packed]
+            kept = self._cached.get(packed, 0) if self.capacity else context.num_tokens * (context.num_turns > 0)
+            found.append(Waiting(packed, context.num_tokens, min(kept, context.num_tokens)))
+        return sorted(found, key=lambda one: (one.num_cached > 0, -self._asked_at[one.episode][1]))
+
+    @property
+    def turn_tokens(self) -> float:
+        """Mean number of tokens that were generated in a turn; 0: none has ended."""
+        return self._num_generated / max(self._num_answered, 1)
 
     def _in_order(self, asked: Mapping[int, T], num_free: int) -> Iterator[int]:
         is_known = sum(self._num_ended.values()) >= _LEAST_ENDED
@@ -256,7 +285,7 @@ class TurnQueue:
     @property
     def _is_over(self) -> bool:
         """Whether the contexts of all episodes do not fit into the cache."""
-        return 0 < self._capacity < self._num_tokens
+        return 0 < self.capacity < self._num_tokens
 
     @property
     def _mean_tokens(self) -> float:

@@ -29,7 +29,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -885,12 +885,19 @@ def make_policies(names: Sequence[str], predictor: str) -> SchedulingPolicy:
 
 
 REPORT_EVERY = 32
-"""Decode turns between two load reports: a fraction of a second with most models."""
+"""Decode turns between two reports of an engine: a fraction of a second with most models."""
 
 
-def report_every(names: Sequence[str], predictor: str, *, turns: int = REPORT_EVERY) -> int:
-    """Decode turns between two load reports of an engine; 0 if no policy reads them."""
-    return turns if names and make_policies(names, predictor).needs_reports else 0
+def report_every(names: Sequence[str], predictor: str, num_instances: int, *, turns: int = REPORT_EVERY) -> int:
+    """Decode turns between two reports of an engine, of its load or of the episodes that wait for it; 0 if they are not read."""
+    if reports_of(names) == "queues":
+        return turns if num_instances > 1 else 0
+    return turns if make_policies(names, predictor).needs_reports else 0
+
+
+def reports_of(names: Sequence[str]) -> Literal["loads", "queues"]:
+    """What engines report: their load to policies; by default, which episodes wait, so that those may go on where there is room."""
+    return "loads" if tuple(names) not in ((), (FIRST_COME,)) else "queues"
 
 
 def _parsed(text: str) -> tuple[str, dict[str, float]]:

@@ -11,6 +11,8 @@ Engines of one worker (`Machine.lanes`). Its loop steps those that decode in its
 processes of their own, do so at the same time on a host's cores. On a GPU two processes have the device in turn, so their steps add up as
 in one. Limits: servers on a host find cores for all their threads; a step leaves nothing of a GPU to others.
 
+Rows. `RowTimes` has the times from which rows are available to each worker.
+
 Interference (`Paces`). On this machine (`ClusterSpec.pools` empty) concurrent work slows other work down by a factor; several engines of a
 kind as much as one. Devices of a pool have memory and caches of their own, and don't interfere.
 """
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, final, get_args
 
 import msgspec
 
-from m2flow.errors import M2FlowError, PlanError
+from m2flow.errors import InternalError, M2FlowError, PlanError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.lowering.capabilities import is_self_paced, readable_offloaded
 from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
@@ -275,22 +277,100 @@ def with_paces(plan: Plan, spec: ClusterSpec, costs: Costs) -> Plan:
 
 
 def paced(plan: Plan, graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, profile: Path | None) -> Plan:
-    """The plan of a flow, whose policies, if it has any, go by the profile's costs, or by modelled ones.
+    """The plan of a flow, whose policies go by the profile's costs, or by modelled ones; so do moves of episodes between instances.
 
     Where nothing says how large a model is, they go by those of the default model, and the plan says so.
 
     Raises:
         SpecError: a profile that can't be used.
     """
-    if not plan.policies:
+    if not plan.policies and not (plan.num_instances > 1 and any("agent" in call.options for call in graph.calls)):
         return plan
     try:
         return with_paces(plan, spec, question_of(graph, models, spec, profile=profile).costs)
     except M2FlowError as error:
         if profile is not None:
             raise
+        if not plan.policies:
+            return plan
         note = f"policies take a decode step to last what the default model says: {str(error).splitlines()[0]}"
         return msgspec.structs.replace(plan, notes=(*plan.notes, note))
+
+
+# ---- where rows are
+
+
+Hop = Callable[[int, str, str], float]
+"""(bytes, source, target) -> seconds to send so many bytes from one worker to another."""
+
+TOKEN_BYTES = 16
+"""Bytes of a sample's columns for each token: id, log-probability and version 4 each, two masks, and about 2 of text."""
+ROW_BYTES = 32
+"""Bytes of a row besides its tokens: identity and a number or two."""
+
+
+@final
+class RowTimes:
+    """The times from which rows are available, by call, worker and identity."""
+
+    def __init__(self, hop_s: Hop) -> None:
+        self._hop_s = hop_s
+        self._there: dict[int, dict[str, dict[int, float]]] = {}
+
+    def made(self, call: int, ids: Iterable[int], place: str, now_s: float) -> None:
+        """Note that a call's rows are made."""
+        self._there.setdefault(call, {}).setdefault(place, {}).update(dict.fromkeys(ids, now_s))
+
+    def adopted(self, call: int, drawn: int, ids: Iterable[int], place: str) -> None:
+        """Note that rows of one call belong to another one too."""
+        here = self._at(drawn, place)
+        self._there.setdefault(call, {}).setdefault(place, {}).update((row, here[row]) for row in ids)
+
+    def hop_s(self, num_bytes: int, source: str, target: str) -> float:
+        """Seconds to send so many bytes from one worker to another."""
+        return 0.0 if source == target else self._hop_s(num_bytes, source, target)
+
+    def send(self, call: int, ids: Iterable[int], source: str, target: str, now_s: float, num_tokens: Callable[[int], int]) -> None:
+        """Send rows from one worker to another; rows still on their way to the source are sent on from there."""
+        if source == target:
+            return
+        ids = list(ids)
+        here, there = self._at(call, source), self._there.setdefault(call, {}).setdefault(target, {})
+        try:
+            start_s = max([now_s, *[here[row] for row in ids]])
+        except KeyError as missing:
+            raise InternalError(f"the scheduler lets {source} send row {missing} of call {call}, which it does not have") from None
+        num_bytes = sum(ROW_BYTES + TOKEN_BYTES * num_tokens(row) for row in ids)
+        there.update(dict.fromkeys(ids, start_s + self._hop_s(num_bytes, source, target)))
+
+    def ready_s(self, call: int, ids: Iterable[int], place: str) -> float:
+        """Time at which all of these rows are available.
+
+        Raises:
+            InternalError: one was never sent.
+        """
+        here = self._at(call, place)
+        try:
+            return max((here[row] for row in ids), default=0.0)
+        except KeyError as missing:
+            raise InternalError(f"a task on {place} needs row {missing} of call {call}, which nobody sent there") from None
+
+    def forget(self, call: int, place: str) -> None:
+        self._there.get(call, {}).pop(place, None)
+
+    def written_down(self, place: str, ledger: str, now_s: float) -> None:
+        """Make the rows of a worker available from where it wrote them down."""
+        for places in self._there.values():
+            here = [row for row, since_s in places.get(place, {}).items() if since_s <= now_s]
+            places.setdefault(ledger, {}).update(dict.fromkeys(here, now_s))
+
+    def lost(self, place: str) -> None:
+        """Remove all rows of a lost worker."""
+        for places in self._there.values():
+            places.pop(place, None)
+
+    def _at(self, call: int, place: str) -> dict[int, float]:
+        return self._there.get(call, {}).get(place, {})
 
 
 # ---- interference

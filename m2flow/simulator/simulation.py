@@ -76,11 +76,11 @@ from m2flow.micro.scheduler.partial_rollouts import Deadlines
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import Ablation
 from m2flow.recipe import Model
-from m2flow.rollout_scheduling.policies import report_every
+from m2flow.rollout_scheduling.policies import report_every, reports_of
 from m2flow.samples import Batch, SampleId
-from m2flow.simulator.machines import Kind, Machine, Paces, Slowdown, kinds, undisturbed
+from m2flow.simulator.machines import Kind, Machine, Paces, RowTimes, Slowdown, kinds, undisturbed
 from m2flow.simulator.sample_lengths import Drawn
-from m2flow.simulator.virtual_worker import Clock, RowTimes, SampleRun, VirtualWorker
+from m2flow.simulator.virtual_worker import Clock, SampleRun, VirtualWorker
 from m2flow.spec import ClusterSpec
 
 # ---- the program
@@ -583,8 +583,8 @@ class Simulation:
         self._machines = machines
         self._function_cost = function_cost
         self._scheduler = Scheduler(plan, ablation=Ablation(drawn.response_tokens, without_groups))
-        every = report_every(plan.policies, plan.predictor)
-        self._workers = {name: VirtualWorker(machine, self, report_every=every) for name, machine in machines.items()}
+        every, reports = report_every(plan.policies, plan.predictor, plan.num_instances), reports_of(plan.policies)
+        self._workers = {name: VirtualWorker(machine, self, report_every=every, reports=reports) for name, machine in machines.items()}
         ahead = Lookahead(program.staleness, spec.run_ahead_bytes)
         self._records = _Records()
         alarms = _Alarms(self.clock, lambda late: self._said.extend(late))

@@ -19,10 +19,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import Literal, Protocol, final
 
 from m2flow.channels.weights import Manifest
-from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import DecodeCost, EpisodeTurn, FunctionCost, ToolCost, TrainCost
@@ -30,7 +29,7 @@ from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent
 from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of, stopped_at, worker_of
 from m2flow.micro.worker.task_queue import Answer, TaskQueue
 from m2flow.samples import group_key
-from m2flow.simulator.machines import Kind, Machine
+from m2flow.simulator.machines import ROW_BYTES, TOKEN_BYTES, Kind, Machine, RowTimes
 from m2flow.simulator.sample_lengths import Drawn
 from m2flow.spec import RunSettings
 
@@ -60,79 +59,6 @@ class Clock:
         """Advance to the next action, and run it."""
         self.now_s, _, action = heapq.heappop(self._heap)
         action()
-
-
-Hop = Callable[[int, str, str], float]
-"""(bytes, source, target) -> seconds to send so many bytes from one worker to another."""
-
-TOKEN_BYTES = 16
-"""Bytes of a sample's columns for each token: id, log-probability and version 4 each, two masks, and about 2 of text."""
-ROW_BYTES = 32
-"""Bytes of a row besides its tokens: identity and a number or two."""
-
-
-@final
-class RowTimes:
-    """The times from which rows are available, by call, worker and identity."""
-
-    def __init__(self, hop_s: Hop) -> None:
-        self._hop_s = hop_s
-        self._there: dict[int, dict[str, dict[int, float]]] = {}
-
-    def made(self, call: int, ids: Iterable[int], place: str, now_s: float) -> None:
-        """Note that a call's rows are made."""
-        self._there.setdefault(call, {}).setdefault(place, {}).update(dict.fromkeys(ids, now_s))
-
-    def adopted(self, call: int, drawn: int, ids: Iterable[int], place: str) -> None:
-        """Note that rows of one call belong to another one too."""
-        here = self._at(drawn, place)
-        self._there.setdefault(call, {}).setdefault(place, {}).update((row, here[row]) for row in ids)
-
-    def hop_s(self, num_bytes: int, source: str, target: str) -> float:
-        """Seconds to send so many bytes from one worker to another."""
-        return 0.0 if source == target else self._hop_s(num_bytes, source, target)
-
-    def send(self, call: int, ids: Iterable[int], source: str, target: str, now_s: float, num_tokens: Callable[[int], int]) -> None:
-        """Send rows from one worker to another; rows still on their way to the source are sent on from there."""
-        if source == target:
-            return
-        ids = list(ids)
-        here, there = self._at(call, source), self._there.setdefault(call, {}).setdefault(target, {})
-        try:
-            start_s = max([now_s, *[here[row] for row in ids]])
-        except KeyError as missing:
-            raise InternalError(f"the scheduler lets {source} send row {missing} of call {call}, which it does not have") from None
-        num_bytes = sum(ROW_BYTES + TOKEN_BYTES * num_tokens(row) for row in ids)
-        there.update(dict.fromkeys(ids, start_s + self._hop_s(num_bytes, source, target)))
-
-    def ready_s(self, call: int, ids: Iterable[int], place: str) -> float:
-        """Time at which all of these rows are available.
-
-        Raises:
-            InternalError: one was never sent.
-        """
-        here = self._at(call, place)
-        try:
-            return max((here[row] for row in ids), default=0.0)
-        except KeyError as missing:
-            raise InternalError(f"a task on {place} needs row {missing} of call {call}, which nobody sent there") from None
-
-    def forget(self, call: int, place: str) -> None:
-        self._there.get(call, {}).pop(place, None)
-
-    def written_down(self, place: str, ledger: str, now_s: float) -> None:
-        """Make the rows of a worker available from where it wrote them down."""
-        for places in self._there.values():
-            here = [row for row, since_s in places.get(place, {}).items() if since_s <= now_s]
-            places.setdefault(ledger, {}).update(dict.fromkeys(here, now_s))
-
-    def lost(self, place: str) -> None:
-        """Remove all rows of a lost worker."""
-        for places in self._there.values():
-            places.pop(place, None)
-
-    def _at(self, call: int, place: str) -> dict[int, float]:
-        return self._there.get(call, {}).get(place, {})
 
 
 _NEAR = 1e-9
@@ -217,6 +143,16 @@ def report_of(role: str, runs: Sequence[SampleRun], turns: float, kv_capacity: i
     running = [run.begun >= 0 for run in runs]
     held = sum(run.prefill_tokens + count for run, count, is_running in zip(runs, tokens, running, strict=True) if is_running)
     return m.Load(role, sum(running), len(runs) - sum(running), held, kv_capacity, [run.id for run in runs], tokens)
+
+
+def queue_of(role: str, runs: Sequence[SampleRun], turns: float, kv_capacity: int, num_slots: int, turn_tokens: float) -> m.Queued:
+    """The report of the episodes that wait for an engine at this count of turns: those that have not begun first."""
+    had = [int(run.tokens_until(turns)) + sum(version_span.num_tokens for version_span in run.before) for run in runs]
+    found = [(run.begun >= 0, -place, run, run.prefill_tokens + count) for place, (run, count) in enumerate(zip(runs, had, strict=True))]
+    found.sort(key=lambda one: one[:2])
+    contexts = [context for *_, context in found]
+    cached = [context * has_begun for has_begun, _, _, context in found]
+    return m.Queued(role, num_slots, turn_tokens, kv_capacity, [run.id for _, _, run, _ in found], contexts, cached)
 
 
 @final
@@ -431,13 +367,15 @@ class Surroundings(Protocol):
 class VirtualWorker:
     """One worker of the plan, simulated: the `Executor` of its task queue."""
 
-    def __init__(self, machine: Machine, around: Surroundings, *, report_every: int = 0) -> None:
+    def __init__(
+        self, machine: Machine, around: Surroundings, *, report_every: int = 0, reports: Literal["loads", "queues"] = "loads"
+    ) -> None:
         """
         Args:
-            report_every: turns of decoding after which it says how full its engines are; 0: never.
+            report_every: turns of decoding after which it says how full its engines are, or which episodes wait; 0: never.
         """
         self.machine = machine
-        self._report_every = report_every
+        self._report_every, self._reports = report_every, reports
         self._is_reporting = False
         self.name = machine.worker
         self._lanes = [Decoding({role: machine.decode[role] for role in roles}) for roles in machine.lanes]
@@ -820,10 +758,20 @@ class VirtualWorker:
         turns = self.turns()
         for role, cost in self.machine.decode.items():
             runs = [run for run in self._running.values() if run.role == role]
-            if runs:
-                said = report_of(role, runs, turns[role], int(cost.max_running * self._around.drawn.mean_tokens))
-                self._around.say(self.name, said)
+            capacity = int(cost.max_running * self._around.drawn.mean_tokens)
+            if runs and self._reports == "loads":
+                self._around.say(self.name, report_of(role, runs, turns[role], capacity))
+            elif waiting := [run for run in runs if run.episode and self._is_queued(run)]:
+                self._around.say(self.name, queue_of(role, waiting, turns[role], capacity, cost.max_running, self._turn_tokens(role)))
         self._report_later()
+
+    def _is_queued(self, run: SampleRun) -> bool:
+        return not (run.is_decoding or run.is_away or run.is_over)
+
+    def _turn_tokens(self, role: str) -> float:
+        """Mean number of tokens of the turns of its episodes."""
+        spoken = [count for run in self._running.values() if run.role == role for count in run.spoken]
+        return sum(spoken) / max(len(spoken), 1)
 
     def _set_alarm(self) -> None:
         """Schedule an action for when the next sample ends; any change before then replaces it."""
@@ -936,9 +884,9 @@ class VirtualWorker:
     def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         self._around.rows.adopted(call, drawn, ids, self.name)
 
-    def is_running(self, packed: int, call: int) -> bool:
+    def is_running(self, packed: int, call: int, *, queued: bool = False) -> bool:
         run = self._running.get(packed)
-        return run is not None and run.call == call and not run.is_over
+        return run is not None and run.call == call and not run.is_over and (not queued or self._is_queued(run))
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         runs = [self._running.pop(row) for row in ids]

@@ -255,7 +255,7 @@ class FakeWorker:
         self._has(drawn, ids)
         self._rows_here.put([(call, row) for row in ids], self.tag)
 
-    def is_running(self, packed: int, call: int) -> bool:
+    def is_running(self, packed: int, call: int, *, queued: bool = False) -> bool:
         return packed in self._inflight and self._inflight[packed].task.call == call
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:

@@ -61,7 +61,7 @@ from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.micro.worker.weight_sync import weight_settings
 from m2flow.micro.worker.worker import Worker, WorkerSettings
 from m2flow.recipe import Model
-from m2flow.rollout_scheduling.policies import report_every
+from m2flow.rollout_scheduling.policies import report_every, reports_of
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.programs import Answer, AnswerJournal, samples_of
@@ -216,7 +216,8 @@ def _settings(
         function_concurrency=spec.functions.concurrency,
         function_patience_s=spec.functions.patience_s,
         max_running=spec.rollout.max_running,
-        report_every=report_every(spec.rollout.policy, spec.rollout.predictor, turns=3),
+        report_every=report_every(spec.rollout.policy, spec.rollout.predictor, spec.rollout.workers or 1, turns=3),
+        reports=reports_of(spec.rollout.policy),
         gather_s=0.0,
         flush_tokens=1,
         flush_s=1e9,

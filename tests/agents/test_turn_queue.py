@@ -15,7 +15,7 @@ from played_episodes import begun, played, same, stopped_row, wanderer
 from m2flow import Chat, Sample, agent
 from m2flow.agents.episodes import Episodes, EpisodeStart
 from m2flow.agents.tools import EventLoop
-from m2flow.agents.turn_requests import TurnQueue
+from m2flow.agents.turn_requests import TurnQueue, Waiting
 from m2flow.engines.contract import EngineSettings, Occupancy
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Model
@@ -51,6 +51,25 @@ def test_an_engine_without_a_limit_is_given_everything_as_it_came():
     queue = TurnQueue(0)
     assert order(queue, 3, 1, 2, num_free=queue.num_free(1000)) == [3, 1, 2]
     assert queue.num_to_begin([10, 20, 30], 0) == 3
+
+
+def test_what_waits_is_listed_without_a_cached_context_first_and_of_these_what_asked_last():
+    queue = queue_of(100, num_slots=8)
+    for packed, num_tokens in ((1, 30), (2, 60), (3, 20)):
+        turn(queue, packed, num_tokens)
+    queue.asked(1, 40), queue.asked(3, 25), queue.asked(2, 70)
+    assert queue.last([1, 3, 2]) == [Waiting(1, 40, 0), Waiting(2, 70, 60), Waiting(3, 25, 20)]
+    assert queue.turn_tokens == 0.0
+    queue.given(1, 40)
+    queue.answered(1, 48)
+    assert queue.turn_tokens == 2.0, "of four turns, three of which had no token of their own"
+
+
+def test_an_engine_that_does_not_say_what_its_cache_holds_is_taken_to_have_what_it_has_read():
+    queue = queue_of(0)
+    turn(queue, 1, 30)
+    queue.asked(1, 40), queue.asked(2, 10)
+    assert queue.last([1, 2]) == [Waiting(2, 10, 0), Waiting(1, 40, 40)]
 
 
 def test_as_long_as_contexts_fit_turns_go_in_the_order_in_which_they_were_asked_for():
@@ -402,7 +421,7 @@ def test_the_queue_of_a_role_that_only_speaks_knows_its_engine_s_cache(loop: Eve
     while hosts["policy"].num_unfinished:
         for one in hosts.values():
             one.step()
-    assert hosts["rival"]._queue._capacity == hosts["policy"]._queue._capacity == 77
+    assert hosts["rival"]._queue.capacity == hosts["policy"]._queue.capacity == 77
 
 
 def test_a_limit_of_time_does_not_run_while_a_turn_waits_for_the_engine(loop: EventLoop):

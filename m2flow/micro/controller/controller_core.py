@@ -488,7 +488,7 @@ class ControllerCore:
                 return self.handle(FromWorker(worker, message))
             case m.TaskDone() | m.TaskFailed():
                 return self._ended(worker, message)
-            case m.Load() | m.Preempted():
+            case m.Load() | m.Queued() | m.Preempted():
                 return self.handle(FromWorker(worker, message))
             case m.GivenUp():
                 self._records.reported(message)

@@ -54,7 +54,7 @@ from m2flow.micro.worker.weight_sync import weight_settings
 from m2flow.micro.worker.worker import WorkerSettings
 from m2flow.micro.worker.worker_process import ResourceClaim, kill_group, remove_leftovers
 from m2flow.recipe import Model
-from m2flow.rollout_scheduling.policies import report_every
+from m2flow.rollout_scheduling.policies import report_every, reports_of
 from m2flow.spec import ClusterSpec, RunSettings
 
 # ---- workers on this machine
@@ -364,7 +364,8 @@ class Launcher(ABC):
             function_concurrency=self._spec.functions.concurrency,
             function_patience_s=self._spec.functions.patience_s,
             max_running=self._spec.rollout.max_running,
-            report_every=report_every(self._spec.rollout.policy, self._spec.rollout.predictor),
+            report_every=report_every(self._plan.policies, self._plan.predictor, self._plan.num_instances),
+            reports=reports_of(self._plan.policies),
             gather_s=GATHER_S,
             flush_tokens=settings.flush_tokens,
             flush_s=settings.flush_s,

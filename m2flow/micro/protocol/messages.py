@@ -162,6 +162,8 @@ class Preempt(Message, frozen=True):
     ids: list[int]
     waits: bool = False
     """Those that have not begun, or can't be stopped now, are stopped as soon as they can be."""
+    queued: bool = False
+    """Only episodes that still wait for the engine (`Queued`). This is answered even if there is none any more."""
 
 
 class Reassign(Message, frozen=True):
@@ -270,6 +272,23 @@ class Load(Message, frozen=True):
     """Samples on the engine."""
     num_tokens: list[int]
     """Tokens that each has generated so far."""
+
+
+class Queued(Message, frozen=True):
+    """The episodes that wait for a rollout engine, reported every few decode turns while some do, those to move first at the front."""
+
+    role: str
+    num_slots: int
+    """Turns that the engine decodes at once."""
+    turn_tokens: float
+    """Mean number of tokens that a turn generates; 0: none has ended."""
+    kv_capacity: int
+    """Tokens that its cache holds; 0: not known."""
+    ids: list[int]
+    contexts: list[int]
+    """Tokens of the context of each."""
+    num_cached: list[int]
+    """Those of them that are in the cache here, and would be read again elsewhere."""
 
 
 class Flushed(Message, frozen=True):
@@ -395,7 +414,7 @@ ToWorker = (
     | Forget
     | Stop
 )
-WorkerReport = Finished | Aborted | Flushed | Preempted | Load | TaskDone | TaskFailed
+WorkerReport = Finished | Aborted | Flushed | Preempted | Load | Queued | TaskDone | TaskFailed
 """The messages that are passed on to the scheduler."""
 ToController = (
     Ready
@@ -406,6 +425,7 @@ ToController = (
     | Flushed
     | GivenUp
     | Load
+    | Queued
     | TaskDone
     | TaskFailed
     | PartWritten

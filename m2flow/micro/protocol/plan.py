@@ -367,6 +367,11 @@ class Plan(msgspec.Struct, frozen=True):
         return next(worker for worker in self.workers if worker.name == name)
 
     @property
+    def num_instances(self) -> int:
+        """Workers with a rollout engine."""
+        return sum(any(slot.kind == "rollout" for slot in worker.engines) for worker in self.workers)
+
+    @property
     def device_names(self) -> dict[str, str]:
         """The device of each worker, by the worker's name."""
         return {worker.name: worker.device for worker in self.workers}

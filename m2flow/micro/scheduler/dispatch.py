@@ -139,6 +139,15 @@ class RolloutDispatch:
         more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
         self._begin(worker, call_state, self._state.hand_out(call_state, min(quota + more, max(quota, call_state.stage.chunk))))
 
+    def begin_at(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
+        """Begin ready rows on a worker, as many as it can have now, unless a channel's room decides which ones may begin."""
+        if self._state.credits.is_limited(call_state) or not (self._state.can_begin(worker, call_state) and call_state.has_rows_to_begin):
+            return
+        if (num := min(len(rows), worker.room_for(call_state.stage.chunk), call_state.num_may_begin)) > 0:
+            taken = call_state.take_these(rows[:num])
+            self._state.handed_out(call_state)
+            self._begin(worker, call_state, taken)
+
     def _near(self, worker: WorkerState, call_state: CallState, quota: int) -> list[int]:
         """Find branches, of whole groups, whose parents were played on this worker; none: it takes others' rather than wait."""
         rows: list[int] = []

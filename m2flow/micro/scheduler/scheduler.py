@@ -68,7 +68,7 @@ from m2flow.micro.scheduler.dispatch import FunctionDispatch, RolloutDispatch, T
 from m2flow.micro.scheduler.leases import EarlyOnload, GpuBorrowing, LeaseTurns
 from m2flow.micro.scheduler.partial_rollouts import time_out
 from m2flow.micro.scheduler.ready_queues import Offer
-from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
+from m2flow.micro.scheduler.scheduling_policy_dispatch import EpisodeMoves, PolicyDispatches
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
 from m2flow.micro.scheduler.weights import WeightSync
 from m2flow.micro.scheduler.worker_failure import Recovery, record_prefixes
@@ -103,6 +103,7 @@ class Scheduler:
             plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts, ablation=ablation
         )
         self._policies = PolicyDispatches(self._state)
+        self._moves = EpisodeMoves(self._state)
         self._recovery = Recovery(self._state)
         self._calls = CallLifecycle(self._state)
         self._borrowing = GpuBorrowing(self._state)
@@ -258,8 +259,12 @@ class Scheduler:
         elif isinstance(message, m.Load):
             self._policies.reported(name, message)
             state.ready_workers.wake(state.workers[name])
+        elif isinstance(message, m.Queued):
+            self._moves.queued(name, message)
         elif isinstance(message, m.Preempted):
             self._policies.preempted(message)
+            for call_state, worker, rows in self._moves.preempted(name, message):
+                self._rollout.begin_at(worker, call_state, rows)
         elif isinstance(message, m.Aborted | m.Flushed):
             call_state = state.calls.get(message.call)
             if call_state is not None:
@@ -350,6 +355,7 @@ class Scheduler:
         """Remove a lost worker."""
         if self._recovery.lost(event):
             self._policies.lost(event.worker)
+            self._moves.lost(event.worker)
             for message in event.unreported:
                 for report in self._recovery.unreported(message):
                     self._calls.restored(report)

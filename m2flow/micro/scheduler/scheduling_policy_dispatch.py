@@ -10,6 +10,8 @@ worker holds the right weights and has room. Nothing else depends on the policy:
 worker that is lost, has given back its devices, or has newer weights than the call may use (`SchedulerState.is_away`). A policy that
 holds back samples while no task is in flight is overruled (`force`).
 
+Without a policy, episodes alone move (`EpisodeMoves`): from an instance where they wait to one that would have nothing to do.
+
 A policy object serves one call at a time. One that is free serves the next call of its role, with what it has learned; calls of a role
 that overlap have one each. Lengths of earlier answers are kept by the prompt's text, for later epochs.
 """
@@ -17,7 +19,7 @@ that overlap have one each. Lengths of earlier answers are kept by the prompt's 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, final
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 _LEAST_STEP_S = 1e-9
 """Least step time of a decode model; a measured one may be 0, which the model does not allow."""
+_DEFAULT_PACE = Pace("", DecodeModel().t0_s, DecodeModel().t1_s, MoveCost().token_s, MoveCost().fixed_s, "given")
 _FEW = 64
 """With more instances than this, those that a policy left out are not all asked again whenever a sample ends or begins."""
 
@@ -64,6 +67,8 @@ class PolicyState(Protocol):
     def known_lengths(self) -> Callable[[int], int] | None: ...
 
     def is_away(self, worker: WorkerState, call_state: CallState) -> bool: ...
+
+    def can_begin(self, worker: WorkerState, call_state: CallState) -> bool: ...
 
     def send(self, worker: str, message: m.ToWorker) -> None: ...
 
@@ -465,6 +470,8 @@ class Policies:
         """Role -> policies that serve no call now, with what they have learned."""
         self.earlier: dict[tuple[str, str], list[int]] = {}
         """Role and prompt -> lengths of its answers."""
+        self.moving: dict[str, dict[int, str]] = {}
+        """Worker that was asked to stop episodes that wait there -> these, each with the worker where it is to go on."""
         if self.names:
             make_policies(self.names, plan.predictor)  # Refuses wrong names at the start.
 
@@ -585,6 +592,84 @@ class PolicyDispatches:
             if batch is not None and source.prompt < len(batch):
                 found[row] = _item(batch, column, source.prompt)
         return found
+
+
+@final
+class EpisodeMoves:
+    """Moves episodes that wait for an engine to instances whose batch has room, where no policy places them.
+
+    An episode stays where its context is, unless waiting there is expected to take longer than moving it and reading again what the cache
+    there has of it. Of n that wait, the k-th waits until k turns have ended, of which `num_slots` are decoded at once:
+
+        k / num_slots * turn_tokens * (step_s + num_slots sample_s)  >  move_s + num_cached * prefill_token_s
+
+    The last in the queue goes first. An instance gets no more episodes than it decodes at once, nor more than its cache has room for if
+    all there have contexts alike; it may have none of its own begun. An instance is asked once at a time, and stops only what still waits.
+    """
+
+    def __init__(self, state: PolicyState) -> None:
+        self._state = state
+        self._policies = state.policies
+
+    def queued(self, name: str, message: m.Queued) -> None:
+        """Stop episodes of a worker that should go on elsewhere."""
+        if self._policies.names or name in self._policies.moving:
+            return
+        of_call = {row: task.message.call for _, task in self._state.tasks.of(name) for row in task.rows}
+        for ordinal in sorted({of_call[row] for row in message.ids if row in of_call}):
+            call_state = self._state.calls[ordinal]
+            rows = [place for place, row in enumerate(message.ids) if of_call.get(row) == ordinal]
+            if moving := self._chosen(call_state, name, message, rows):
+                self._policies.moving[name] = moving
+                self._state.send(name, m.Preempt(ordinal, list(moving), queued=True))
+                return
+
+    def _chosen(self, call_state: CallState, name: str, message: m.Queued, places: Iterable[int]) -> dict[int, str]:
+        """Choose where episodes go on, of those at these places of the message."""
+        free = {} if call_state.is_over or call_state.ready else self._free(call_state, name, message)
+        pace = self._policies.paces.get(message.role, _DEFAULT_PACE)
+        each_s = message.turn_tokens * (pace.step_s + message.num_slots * pace.sample_s) / message.num_slots
+        moving: dict[int, str] = {}
+        for place in places:
+            wait_s = (len(message.ids) - place) * each_s
+            if not free or wait_s <= pace.move_s + message.num_cached[place] * pace.prefill_token_s:
+                continue
+            to = max(free, key=lambda one: free[one])
+            moving[message.ids[place]] = to
+            free[to] -= 1
+            if not free[to]:
+                del free[to]
+        return moving
+
+    def _free(self, call_state: CallState, name: str, message: m.Queued) -> dict[str, int]:
+        """How many episodes of a call each instance could decode at once, beside those that it has or gets."""
+        coming = Counter(to for of in self._policies.moving.values() for to in of.values())
+        most = message.num_slots
+        if message.kv_capacity:
+            mean = sum(message.contexts) / len(message.contexts)
+            most = min(most, int(message.kv_capacity / max(mean, 1.0)))
+        found = {}
+        for worker_name in call_state.stage.workers:
+            worker = self._state.workers[worker_name]
+            room = min(most - worker.num_running, worker.room_for(call_state.stage.chunk)) - coming[worker_name]
+            if worker_name != name and room > 0 and self._state.can_begin(worker, call_state):
+                found[worker_name] = room
+        return found
+
+    def preempted(self, name: str, message: m.Preempted) -> list[tuple[CallState, WorkerState, list[int]]]:
+        """Note what a worker has stopped; the episodes that are to go on at once, by call and worker."""
+        moving = self._policies.moving.pop(name, {})
+        call_state = self._state.calls.get(message.call)
+        if not moving or call_state is None:
+            return []
+        found: dict[str, list[int]] = {}
+        for row in message.ids:
+            if row in moving and row in call_state.ready:
+                found.setdefault(moving[row], []).append(row)
+        return [(call_state, self._state.workers[to], rows) for to, rows in found.items()]
+
+    def lost(self, name: str) -> None:
+        self._policies.moving.pop(name, None)
 
 
 def _item(batch: Batch, name: str, row: int) -> str:

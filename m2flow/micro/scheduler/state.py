@@ -433,6 +433,11 @@ class SchedulerState:
         """Whether a worker can't be given samples of a generation: it is lost, has given back its devices, or can't get the weights."""
         return worker.is_lost or self.has_given_back(worker, call_state) or not self.engine_weights.can_have(worker, call_state)
 
+    def can_begin(self, worker: WorkerState, call_state: CallState) -> bool:
+        """Whether a worker could begin samples of a generation at once."""
+        is_here = not self.is_away(worker, call_state) and worker.has_turn(call_state.call.role)
+        return is_here and self.engine_weights.holds_for(worker, call_state)
+
     def placed(self, call_state: CallState, rows: Iterable[int], role: str, place: Callable[[int], str]) -> None:
         """Note where samples run, or go on; of one that has tokens already, whether that is away from its context.
 

@@ -44,6 +44,7 @@ from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.macro.capture import Snapshot, forget_copies
 from m2flow.macro.graph import GENERATED, Call, is_of_user
 from m2flow.micro.protocol import call_semantics, update_semantics
+from m2flow.micro.protocol.messages import Queued
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of, window
 from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of, worker_of
@@ -579,6 +580,17 @@ class EngineHost:
         if any(episodes.is_held(packed) for episodes in self._episodes.values()):
             return False
         return is_here and all(generated.id != packed for generated, _ in self._finished)
+
+    def is_queued(self, packed: int) -> bool:
+        """Whether an episode waits for the engine: it has not begun, or has asked for a turn that the engine has not been given."""
+        return any(episodes.is_queued(packed) for episodes in self._episodes.values())
+
+    def queued(self) -> Iterator[Queued]:
+        """The episodes that wait for each engine here, where some do."""
+        for role, episodes in self._episodes.items():
+            if role in self._rollout and (waiting := episodes.queued()):
+                columns = [list(column) for column in zip(*waiting, strict=True)]
+                yield Queued(role, self._settings["rollout"].max_running, episodes.turn_tokens, episodes.kv_capacity, *columns)
 
     def interrupt(self, ids: Iterable[int]) -> Batch:
         """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""

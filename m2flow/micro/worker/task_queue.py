@@ -68,8 +68,8 @@ class Executor(Protocol):
     def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         """Keep rows of the call `drawn` as rows of `call` too."""
 
-    def is_running(self, packed: int, call: int) -> bool:
-        """Whether a sample is generated here for a call and has not finished."""
+    def is_running(self, packed: int, call: int, *, queued: bool = False) -> bool:
+        """Whether a sample is generated here for a call and has not finished; with `queued`, an episode that waits for the engine."""
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         """Stop running samples of a call; keep and return those with tokens, None if there are none."""
@@ -203,20 +203,20 @@ class TaskQueue:
             case m.Reassign(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
                 executor.reassign(call, drawn, ids)
                 executor.push(call, ids, forward_to)
-            case m.Preempt(call=call, ids=ids, waits=waits):
+            case m.Preempt(call=call, ids=ids, waits=waits, queued=queued):
                 self._leaving.update(dict.fromkeys(ids, call) if waits else {})
-                self._preempt(call, ids)
+                self._preempt(call, ids, queued=queued)
             case m.Abort(call=call, keeps=keeps):
                 self._abort(call, keeps=keeps)
             case m.Stop():
                 executor.end()
 
-    def _preempt(self, call: int, ids: Sequence[int]) -> None:
+    def _preempt(self, call: int, ids: Sequence[int], *, queued: bool = False) -> None:
         executor = self._executor
-        here = [packed for packed in ids if packed in self._task_of and executor.is_running(packed, call)]
-        if not here:
+        here = [packed for packed in ids if packed in self._task_of and executor.is_running(packed, call, queued=queued)]
+        if not (here or queued):
             return
-        kept = executor.preempt(call, here)
+        kept = executor.preempt(call, here) if here else None
         if kept is not None:
             executor.say(kept)
         tasks = [self._task_of.pop(packed) for packed in here]

@@ -175,7 +175,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     function_patience_s: float
     max_running: int
     report_every: int
-    """Decode steps between two reports of its engines' load; 0: no reports."""
+    """Decode steps between two reports of its engines' load, or of the episodes that wait for them; 0: no reports."""
+    reports: Literal["loads", "queues"]
     gather_s: float
     """Seconds that finished samples may wait for others, to leave together."""
     flush_tokens: int
@@ -561,11 +562,16 @@ class Worker:
         self._idle_spans.waits(self._calls.get(task.call) if task is not None else None)
 
     def _report_load(self) -> None:
-        """Say how full the engines are, every so many turns of decoding."""
+        """Say how full the engines are, or which episodes wait for them, every so many turns of decoding."""
         if not self.settings.report_every or not self.engine_host.is_generating:
             return
         self._num_turns += 1
-        if self._num_turns % self.settings.report_every == 0:
+        if self._num_turns % self.settings.report_every:
+            return
+        if self.settings.reports == "queues":
+            for queued in self.engine_host.queued():
+                self._send(queued)
+        else:
             for role, (load, tokens) in self.engine_host.occupancy().items():
                 self._send(m.Load(role, *load[:4], list(tokens), list(tokens.values())))
 
@@ -627,8 +633,8 @@ class Worker:
     def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         self._store.put(call, self._store.get(drawn, ids))
 
-    def is_running(self, packed: int, call: int) -> bool:
-        return self.engine_host.is_inflight(packed, call)
+    def is_running(self, packed: int, call: int, *, queued: bool = False) -> bool:
+        return self.engine_host.is_inflight(packed, call) and not (queued and not self.engine_host.is_queued(packed))
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         return self._kept(call, self.engine_host.interrupt(ids))

@@ -35,6 +35,7 @@ class Samples:
         self.running: dict[int, int] = {}
         """Sample -> its call."""
         self.with_tokens: set[int] = set()
+        self.in_engine: set[int] = set()
         self.done_by_now: list[int] = []
         """Samples that finish when their call is stopped."""
         self.said: list[object] = []
@@ -81,8 +82,8 @@ class Samples:
     def reassign(self, call: int, drawn: int, ids: list[int]) -> None:
         self.did.append(("adopt", call, drawn, ids))
 
-    def is_running(self, packed: int, call: int) -> bool:
-        return self.running.get(packed) == call
+    def is_running(self, packed: int, call: int, *, queued: bool = False) -> bool:
+        return self.running.get(packed) == call and not (queued and packed in self.in_engine)
 
     def preempt(self, call: int, ids: list[int]) -> m.Aborted | None:
         kept = [packed for packed in ids if packed in self.with_tokens]
@@ -164,6 +165,18 @@ def test_preempted_samples_leave_their_task_and_finished_ones_and_those_of_other
     worker.tell(m.Preempt(1, [12, 11]))
     assert len(worker.said) == 5
     assert worker.running == {13: 5}
+
+
+def test_a_preemption_of_what_waits_for_the_engine_takes_nothing_else_and_is_answered_in_any_case():
+    worker = Samples()
+    worker.tell(generate(1, [10, 11, 12]))
+    worker.start()
+    worker.in_engine = {11}
+    worker.tell(m.Preempt(1, [11, 12, 99], queued=True))
+    assert worker.said == [m.Preempted(1, [12], [1])]
+    worker.tell(m.Preempt(1, [11, 12], queued=True))
+    assert worker.said[1:] == [m.Preempted(1, [], [])]
+    assert set(worker.running) == {10, 11}
 
 
 def test_a_preemption_that_waits_takes_samples_when_they_have_begun_or_can_be_stopped_and_no_later_task_of_them():
