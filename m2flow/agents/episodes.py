@@ -20,7 +20,7 @@ episodes than the cache has room for, and reads it again. So `TurnQueue` gives a
 whose context it still has first, and begins no more episodes than the cache holds, unless the batch would not be full.
 
 Speakers. A turn of another role goes to that role's engine, in this process beside what it has of its own, or in another one
-(`m2flow.agents.turn_requests`). The episode stays one sample, and its row has what each of them said.
+(`m2flow.agents.turn_requests`); it waits with that engine's own. The episode stays one sample, and its row has what each of them said.
 
 Repetition. A stopped episode's row has its tokens, and the record of its turns and tool calls (the column `episode`). It goes on from there
 anywhere: the agent is called again, what it asks is answered from the row as long as that has an answer, and a turn that was cut off
@@ -52,7 +52,7 @@ from typing import Any, NamedTuple, final
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall
-from m2flow.agents.turn_requests import RemoteSpeaker, TurnQueue, Waiting
+from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
@@ -101,6 +101,8 @@ class _Turn:
     request: Request | None = None
     strand: Strand | None = None
     """Where its tokens go, once the engine has it."""
+    stops_clock: bool = False
+    """Whether the time of its episode stands, since no engine has it."""
 
 
 class TurnPlace(NamedTuple):
@@ -167,12 +169,6 @@ class _Episode:
         finally:
             if answer.cancelled():
                 self.host.post(lambda: self.host.drop_turn(self, turn))
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether it, or a turn of it, may take only so long."""
-        bounds = self.start.bounds
-        return bounds.timeout_s is not None or bounds.turn_timeout_s is not None
 
     @property
     def lost_resources(self) -> bool:
@@ -307,6 +303,10 @@ class Episodes:
         """Turns that the engine has not been given yet, by episode; between two steps those of episodes that are to be written down."""
         self._turns: dict[int, _Turn] = {}
         """Those that it has: of its role's episodes, and of others in which the role speaks."""
+        self._guests: dict[int, GuestTurn] = {}
+        """Turns of other processes' episodes that the engine has not been given yet, by the id of their request."""
+        self._guests_there: dict[int, Request] = {}
+        """Those that it has."""
         self._posted: deque[Callable[[], None]] = deque()
         self._has_posted = threading.Event()
         self._ended: list[Generated] = []
@@ -420,8 +420,24 @@ class Episodes:
             turn = episode.waiting = episode.queued.popleft()
             turn.engine._asked[episode.id] = turn
             turn.engine._queue.asked(episode.id, _num_tokens_before(turn))
-            if episode.is_limited:
+            if episode.start.bounds.is_limited:
+                turn.stops_clock = True
                 self._loop.call(episode.waits)
+
+    def _no_longer_stops(self, turn: _Turn) -> None:
+        if turn.stops_clock:
+            turn.stops_clock = False
+            self._loop.call(turn.episode.waits_no_more, turn)
+
+    def ask_for(self, turn: GuestTurn) -> None:
+        """Queue a turn of another process's episode."""
+        self._guests[turn.request.id] = turn
+        self._queue.asked(turn.request.id, len(turn.request.prompt) + len(turn.request.prefix))
+
+    def _guest_left(self, packed: int) -> None:
+        """Note that a turn of another process's episode is not here any more. The queue hears of the next one as of a new episode's."""
+        del (self._guests_there if packed in self._guests_there else self._guests)[packed]
+        self._queue.ended(packed, is_over=False)
 
     def _ask(self) -> None:
         """Give the engines all turns that were asked for since the last time."""
@@ -434,22 +450,41 @@ class Episodes:
         return (self, *(one for one in self._roles.values() if one is not self))
 
     def _ask_engine(self) -> bool:
-        num_free = self._queue.num_free(self._engine.num_unfinished) if self._asked else 0
+        num_free = self._queue.num_free(self._engine.num_unfinished) if self._asked or self._guests else 0
         if num_free <= 0:
             return False
         self._queue.look(self._engine.occupancy)
         held = {packed for one in self._all for packed in one._urgent if packed in self._asked}
         waiting = {packed: turn for packed, turn in self._asked.items() if packed not in held} if held else self._asked
-        asked = self._queue.chosen(waiting, num_free)
+        if self._guests:
+            both: dict[int, _Turn | GuestTurn] = {**waiting, **self._guests}
+            chosen: list[_Turn | GuestTurn] = self._queue.chosen({packed: both[packed] for packed in self._queue.as_asked(both)}, num_free)
+            self._add_guests(turn for turn in chosen if isinstance(turn, GuestTurn))
+        else:
+            chosen = list(self._queue.chosen(waiting, num_free))
+        asked = [turn for turn in chosen if isinstance(turn, _Turn)]
         for turn in asked:
             del self._asked[turn.episode.id]
-            if turn.episode.is_limited:
-                self._loop.call(turn.episode.waits_no_more, turn)
+            if not self._is_remote:  # Else it waits there yet.
+                self._no_longer_stops(turn)
             if (before_turn := turn.episode.host.before_turn) is not None:
                 before_turn(_place_of(turn))
         if asked:
             self._add(asked)
-        return bool(asked)
+        return bool(chosen)
+
+    def _add_guests(self, turns: Iterable[GuestTurn]) -> None:
+        for turn in turns:
+            packed = turn.request.id
+            try:
+                self._engine.add([turn.request])
+            except M2FlowError as error:
+                self._guest_left(packed)
+                turn.refused(error)
+            else:
+                self._guests_there[packed] = self._guests.pop(packed).request
+                self._queue.given(packed, len(turn.request.prompt) + len(turn.request.prefix))
+                turn.begins()
 
     def _add(self, turns: Sequence[_Turn]) -> None:
         try:
@@ -466,6 +501,7 @@ class Episodes:
 
     def _refused(self, turn: _Turn, error: M2FlowError) -> None:
         turn.episode.waiting = None
+        self._no_longer_stops(turn)
         if isinstance(error, PromptTooLong):
             self._loop.call(_answer, turn.answer, None)
         else:
@@ -484,8 +520,8 @@ class Episodes:
         """Take turns back from their engines; by episode what there is of each, of those that an engine had."""
         had: dict[Episodes, list[int]] = {}
         for turn in turns:
-            if turn.engine._asked.pop(turn.episode.id, None) is not None and turn.episode.is_limited:
-                self._loop.call(turn.episode.waits_no_more, turn)
+            turn.engine._asked.pop(turn.episode.id, None)
+            self._no_longer_stops(turn)
             if turn.engine._turns.pop(turn.episode.id, None) is not None:
                 had.setdefault(turn.engine, []).append(turn.episode.id)
                 turn.engine._queue.taken_back(turn.episode.id)
@@ -573,7 +609,7 @@ class Episodes:
 
     @property
     def num_unfinished(self) -> int:
-        return self._engine.num_unfinished + len(self._asked) + len(self._starts) + self.num_away + len(self._ended)
+        return self._engine.num_unfinished + len(self._asked) + len(self._guests) + len(self._starts) + self.num_away + len(self._ended)
 
     @property
     def num_away(self) -> int:
@@ -589,7 +625,7 @@ class Episodes:
         """
         self.hear()
         self._begin_some()
-        is_busy = any(one._asked or one._urgent or (one._engine.num_unfinished and not one._is_remote) for one in self._all)
+        is_busy = any(one._asked or one._guests or one._urgent or (one._engine.num_unfinished and not one._is_remote) for one in self._all)
         if self._episodes and not self._ended and not is_busy:
             is_away = any(one._turns for one in self._all if one._is_remote)
             if not self._has_posted.wait(_PATIENCE_FOR_SPEAKERS_S if is_away else _PATIENCE_S) and not is_away:
@@ -598,8 +634,14 @@ class Episodes:
         self._ask()
         finished = []
         self.stepped = time.monotonic_ns(), self._engine.num_unfinished
+        if isinstance(self._engine, RemoteSpeaker):
+            for packed in self._engine.begun():
+                self._no_longer_stops(self._turns[packed])
         for made in self._engine.step() if self._engine.num_unfinished else ():
             if (turn := self._turns.pop(made.id, None)) is None:
+                if made.id in self._guests_there:
+                    self._queue.answered(made.id, len(self._guests_there[made.id].prompt) + len(made.tokens))
+                    self._guest_left(made.id)
                 finished.append(made)
                 continue
             turn.episode.waiting = None
@@ -665,6 +707,10 @@ class Episodes:
         wanted = self._own(ids)
         gone = [self._forget(packed) for packed in wanted if packed in self._episodes]
         turns = self._given_up(episode.waiting for episode in gone if episode.waiting is not None)
+        for packed in wanted:
+            if packed in self._guests_there or packed in self._guests:
+                self._queue.taken_back(packed)
+                self._guest_left(packed)
         found = {made.id: made for made in self._engine.abort([packed for packed in wanted if packed not in turns])}
         for episode in gone:
             self._urgent.pop(episode.id, None)
@@ -735,7 +781,7 @@ class Episodes:
 
     def occupancy(self) -> Occupancy:
         """How full the engine is; episodes between two turns count as running, and what waits here as queued."""
-        found, num_waiting = self._engine.occupancy(), len(self._asked) + len(self._starts)
+        found, num_waiting = self._engine.occupancy(), len(self._asked) + len(self._guests) + len(self._starts)
         return found._replace(num_running=found.num_running + self.num_away, num_queued=found.num_queued + num_waiting)
 
 

@@ -4,11 +4,13 @@
 process is asked for by who plays the episode, and answered by who has the engine:
 
     the process of the episodes                          the process of the speaker's engine
-    Episodes -> RemoteSpeaker.add   ---- asked ------->  Guests.take -> engine.add
+    Episodes -> RemoteSpeaker.add   ---- asked ------->  Guests.take -> Episodes.ask_for -> engine.add
+    Episodes <- RemoteSpeaker.begun <--- begun --------  (of a turn whose time is limited)
                                                          engine.step -> Guests.keep
     Episodes <- RemoteSpeaker.step  <--- answered -----  Guests.take_answers
 
-To its episodes a `RemoteSpeaker` is an engine like any other; what it asks for and gives up leaves in batches (`take_asked`), a row for
+There the turn waits in the queue of that engine, with those of the role's own episodes. To its episodes a `RemoteSpeaker` is an engine
+like any other; what it asks for and gives up leaves in batches (`take_asked`), a row for
 each turn. To the engine a turn is a request like any other, under an id of its own: the process may have that sample itself by now. Random
 numbers are in the request, so the tokens are those that an engine beside the agent would give.
 
@@ -29,12 +31,12 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, Protocol, TypeVar, final
 
 import msgspec
 import numpy as np
 
-from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
+from m2flow.engines.contract import Generated, Language, Occupancy, Request
 from m2flow.errors import EngineError, InternalError, M2FlowError, PromptTooLong
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Finish, Ragged, SampleId
@@ -263,6 +265,10 @@ class TurnQueue:
         """Mean number of tokens that were generated in a turn; 0: none has ended."""
         return self._num_generated / max(self._num_answered, 1)
 
+    def as_asked(self, asked: Iterable[int]) -> list[int]:
+        """These episodes in the order in which they asked for their turns."""
+        return sorted(asked, key=lambda packed: self._asked_at[packed][1])
+
     def _in_order(self, asked: Mapping[int, T], num_free: int) -> Iterator[int]:
         is_known = sum(self._num_ended.values()) >= _LEAST_ENDED
         if not self._is_over and (len(asked) <= num_free or not is_known):
@@ -319,6 +325,10 @@ class Fault(NamedTuple):
     what: str
 
 
+BEGUN = "begun"
+"""In place of what came of a turn: its engine has it now, and its time begins."""
+
+
 _TOKENS: Mapping[str, type] = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "kv_stale": np.bool_}
 """Columns of generated tokens: of a turn that is asked for, those that it goes on from."""
 
@@ -338,12 +348,21 @@ def _batch(ids: Sequence[int], tokens: Sequence[Sequence[Any]], texts: Sequence[
 class RemoteSpeaker:
     """A role's rollout engine in other processes, for the episodes of this one."""
 
-    def __init__(self, role: str, language: Language, place_of: Callable[[int], str], window_of: Callable[[int], Window]) -> None:
+    def __init__(
+        self,
+        role: str,
+        language: Language,
+        place_of: Callable[[int], str],
+        window_of: Callable[[int], Window],
+        is_limited: Callable[[int], bool] = lambda _: False,
+    ) -> None:
         """
         Args:
             place_of: the process that takes an episode's turns.
             window_of: the versions of the weights that it may use.
+            is_limited: whether it is to be told when an episode's turn begins, since that may take only so long.
         """
+        self._is_limited = is_limited
         self._role = role
         self._language = language
         self._place_of, self._window_of = place_of, window_of
@@ -353,6 +372,7 @@ class RemoteSpeaker:
         """Process -> what to tell it: a turn, and what of it."""
         self._made: list[Generated] = []
         self._refused: list[tuple[int, M2FlowError]] = []
+        self._begun: list[int] = []
         self._num_asked = 0
 
     def language(self) -> Language:
@@ -364,6 +384,7 @@ class RemoteSpeaker:
             self._num_asked += 1
             self._asked[request.id] = self._num_asked, request
             how = {"seed": request.seed, "sampling": msgspec.json.encode(request.sampling).decode(), "window": self._window_of(request.id)}
+            how |= {"tells": True} if self._is_limited(request.id) else {}
             self._tell(self._num_asked, request, how)
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
@@ -371,6 +392,7 @@ class RemoteSpeaker:
         found, gone = [], set(ids)
         self._made = [one for one in self._made if one.id not in gone]
         self._refused = [one for one in self._refused if one[0] not in gone]
+        self._begun = [packed for packed in self._begun if packed not in gone]
         for packed in sorted(gone):
             if packed in self._asked:
                 number, request = self._asked.pop(packed)
@@ -399,6 +421,9 @@ class RemoteSpeaker:
         number, request = self._asked.get(packed, (0, None))
         if request is None or number != record["number"]:
             return
+        if BEGUN in record:
+            self._begun.append(packed)
+            return
         fault = record["fault"]
         if fault is not None and fault[0] == "gone":
             raise InternalError(f"a turn of {self._role} in {SampleId.unpack(packed)} could not be played: {fault[1]}")
@@ -413,6 +438,11 @@ class RemoteSpeaker:
         """The turns that were not played, since they do not fit or can't be, by episode."""
         refused, self._refused = self._refused, []
         return refused
+
+    def begun(self) -> list[int]:
+        """The episodes whose turn its engine has now, of those whose time is limited."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def step(self) -> list[Generated]:
         made, self._made = self._made, []
@@ -452,11 +482,34 @@ class _Guest:
     episode: int
 
 
+@dataclass(frozen=True)
+class GuestTurn:
+    """A turn of another process's episode, as the engine's queue has it."""
+
+    request: Request
+    begins: Callable[[], None]
+    """Is called when the engine has it."""
+    refused: Callable[[M2FlowError], None]
+    """Is called where the engine does not take it."""
+
+
+class TakesTurns(Protocol):
+    """An engine with its queue (`m2flow.agents.episodes.Episodes`)."""
+
+    def ask_for(self, turn: GuestTurn) -> None: ...
+
+    def abort(self, ids: Iterable[int]) -> Sequence[Generated]: ...
+
+
+_MOST_KNOWN = 1 << 16
+"""Episodes of others whose contexts are known by an id."""
+
+
 @final
 class Guests:
     """The turns that this process's engines play for episodes of others."""
 
-    def __init__(self, engine_of: Callable[[str], RolloutEngine], fault_of: Callable[[str, Window], str]) -> None:
+    def __init__(self, engine_of: Callable[[str], TakesTurns], fault_of: Callable[[str, Window], str]) -> None:
         """
         Args:
             fault_of: why a role's engine can't play a turn now, with weights of that window; empty: it can.
@@ -465,8 +518,10 @@ class Guests:
         self._here: dict[int, _Guest] = {}
         """By the request's id in its engine."""
         self._id_of: dict[tuple[str, str, int], int] = {}
-        self._answers: dict[str, list[tuple[_Guest, Generated | Fault]]] = {}
+        self._answers: dict[str, list[tuple[_Guest, Generated | Fault | None]]] = {}
         self._num_ids = 0
+        self._own: dict[tuple[str, str, int], int] = {}
+        """Process, role and episode -> id of its requests, by which the queue knows what the cache has of it."""
 
     def __len__(self) -> int:
         return len(self._here)
@@ -494,19 +549,32 @@ class Guests:
             self._answer(guest, Fault("gone", fault))
             return
         prefix: Any = [tuple(rows.ragged(name).row(row).tolist()) for name in _TOKENS]
-        # An id that no sample has here: samples of this process, and of another that went on with the episode, may be in the engine.
-        self._num_ids += 1
-        own = -self._num_ids
+        own = self._id_for(guest)
         context = tuple(rows.ragged("context").row(row).tolist())
         request = replace(Request(own, context, record["seed"], _read_sampling(record["sampling"]), *prefix), keeps_kv=True)
-        try:
-            self._engine_of(guest.role).add([request])
-        except M2FlowError as error:
+        self._here[own] = guest
+        self._id_of[guest.sender, guest.role, guest.number] = own
+
+        def begins() -> None:
+            if record.get("tells"):
+                self._answer(guest, None)
+
+        def refused(error: M2FlowError) -> None:
             kind = "too_long" if isinstance(error, PromptTooLong) else "invalid"
-            self._answer(guest, Fault(kind, error.what.replace(str(SampleId.unpack(own)), str(SampleId.unpack(guest.episode)))))
-        else:
-            self._here[own] = guest
-            self._id_of[guest.sender, guest.role, guest.number] = own
+            what = error.what.replace(str(SampleId.unpack(own)), str(SampleId.unpack(guest.episode)))
+            self._answer(self._leaves(own), Fault(kind, what))
+
+        self._engine_of(guest.role).ask_for(GuestTurn(request, begins, refused))
+
+    def _id_for(self, guest: _Guest) -> int:
+        """An id that no sample has here: samples of this process, and of another that went on with the episode, may be in the engine."""
+        whose = guest.sender, guest.role, guest.episode
+        if whose not in self._own:
+            if len(self._own) >= _MOST_KNOWN:
+                self._own.clear()
+            self._num_ids += 1
+            self._own[whose] = -self._num_ids
+        return self._own[whose]
 
     def keep(self, made: Iterable[Generated]) -> list[Generated]:
         """Keep the turns of others among what an engine has finished, to be answered; returns the rest."""
@@ -542,21 +610,23 @@ class Guests:
         del self._id_of[guest.sender, guest.role, guest.number]
         return guest
 
-    def _answer(self, guest: _Guest, what: Generated | Fault) -> None:
+    def _answer(self, guest: _Guest, what: Generated | Fault | None) -> None:
+        """Tell who asked what came of a turn; None: its engine has it."""
         self._answers.setdefault(guest.sender, []).append((guest, what))
 
 
-def _answer_of(told: Sequence[tuple[_Guest, Generated | Fault]]) -> Batch:
+def _answer_of(told: Sequence[tuple[_Guest, Generated | Fault | None]]) -> Batch:
     tokens: list[Sequence[Any]] = []
     texts: list[str] = []
     records: list[object] = []
     for guest, what in told:
         record: dict[str, object] = {"role": guest.role, "number": guest.number}
-        if isinstance(what, Fault):
+        if not isinstance(what, Generated):
             tokens.append([()] * len(_TOKENS))
+            record |= {BEGUN: True} if what is None else {}
         else:
             tokens.append([what.tokens, what.logprobs, what.versions, what.kv_stale])
             record["finish"] = int(what.finish)
-        texts.append("" if isinstance(what, Fault) else what.text)
+        texts.append(what.text if isinstance(what, Generated) else "")
         records.append({**record, "fault": what if isinstance(what, Fault) else None})
     return _batch([guest.episode for guest, _ in told], tokens, texts, records)

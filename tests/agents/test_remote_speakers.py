@@ -215,13 +215,14 @@ def test_a_search_places_what_is_pinned_apart_beside_the_rollout_and_counts_its_
 class TwoProcesses:
     """Episodes of a policy in one process, and the engine of a rival that speaks in them in another; what is sent goes as bytes."""
 
-    def __init__(self, loop: EventLoop, *, version: int = 5) -> None:
+    def __init__(self, loop: EventLoop, *, version: int = 5, num_slots: int = 0) -> None:
         self.rival = FakeRollout(Model("rival"), EngineSettings())
         self.rival.start()
         self.rival._version = version
         self.fault = ""
-        self.guests = Guests(lambda role: self.rival, lambda role, window: self.fault)
-        self.speaker = RemoteSpeaker("rival", FakeLanguage(), lambda packed: "there", lambda packed: Window(0, 9))
+        self.there = Episodes(self.rival, loop, num_slots=num_slots)
+        self.guests = Guests(lambda role: self.there, lambda role, window: self.fault)
+        self.speaker = RemoteSpeaker("rival", FakeLanguage(), lambda packed: "there", lambda packed: Window(0, 9), lambda packed: True)
         self.here: dict[str, Episodes] = {}
         policy = FakeRollout(Model("policy"), EngineSettings())
         policy.start()
@@ -229,6 +230,8 @@ class TwoProcesses:
         self.here["policy"] = Episodes(policy, loop, self.here)
         self.here["rival"] = Episodes(self.speaker, loop, self.here)
         self.num_asked = 0
+        self.theirs: list[Generated] = []
+        """Episodes of the rival that have ended."""
 
     @property
     def episodes(self) -> Episodes:
@@ -240,8 +243,14 @@ class TwoProcesses:
             self.num_asked += len(rows)
             self.guests.take("here", sent(rows))
 
+    def work_here(self) -> dict[int, Generated]:
+        """Have the process of the episodes work alone."""
+        made = [one for host in self.here.values() for one in host.step()]
+        self.ask()
+        return {one.id: one for one in made}
+
     def answer(self) -> None:
-        assert not self.guests.keep(self.rival.step())
+        self.theirs += self.guests.keep(self.there.step())
         for place, rows in self.guests.take_answers():
             assert place == "here"
             for row in range(len(rows)):
@@ -249,10 +258,9 @@ class TwoProcesses:
                 self.speaker.answered(sent(rows), row, record)  # type: ignore[arg-type]
 
     def turn(self) -> dict[int, Generated]:
-        made = [one for host in self.here.values() for one in host.step()]
-        self.ask()
+        made = self.work_here()
         self.answer()
-        return {one.id: one for one in made}
+        return made
 
     def play(self, *starts: EpisodeStart) -> dict[int, Generated]:
         self.episodes.begin(starts)
@@ -283,6 +291,13 @@ async def duet(chat: Chat, row: Sample) -> float:
         heard, aside = await asyncio.gather(other.say(f"{said} {number}", max_tokens=12), chat.say(f"think {number}", max_tokens=3))
         said = heard.text[:5] + aside.text
     return float(len(said))
+
+
+@agent
+async def monologue(chat: Chat, row: Sample) -> float:
+    for number in range(3):
+        await chat.say(f"{number}", max_tokens=8)
+    return 0.0
 
 
 def expected_of(loop: EventLoop, index: int, played: object = duet) -> Generated:
@@ -364,10 +379,46 @@ def test_a_turn_that_takes_too_long_is_given_up_where_it_is_played(loop):
     pair.until(lambda: pair.rival.num_unfinished > 0)
     ended: dict[int, Generated] = {}
     while not ended:  # The other process has stopped to work.
-        ended = {made.id: made for made in pair.episodes.step()}
-        pair.ask()
+        ended = pair.work_here()
     assert next(iter(ended.values())).columns["failure"] == "turn_timed_out"
     assert not pair.rival.num_unfinished
+
+
+def test_the_time_of_a_turn_that_waits_for_an_engine_elsewhere_does_not_pass(loop):
+    pair = TwoProcesses(loop, num_slots=1)
+    pair.episodes.begin(beginning(index, duet, turn_timeout_s=0.3, timeout_s=100.0) for index in range(2))
+    pair.until(lambda: len(pair.guests) == 2)
+    assert pair.rival.num_unfinished == 1
+    (waiting,) = [guest.episode for own, guest in pair.guests._here.items() if own in pair.there._guests]
+    ended: dict[int, Generated] = {}
+    while not ended:  # The other process has stopped to work.
+        ended = pair.work_here()
+    assert next(iter(ended.values())).columns["failure"] == "turn_timed_out"
+    assert waiting not in ended, "it was asked for as early"
+    episode = pair.episodes._episodes[waiting]
+    assert episode.left_s is not None
+    pair.until(lambda: pair.rival.num_unfinished > 0)
+    pair.until(lambda: episode.left_s is None)
+    (gone,) = pair.episodes.abort([waiting])
+    assert gone.columns.get("failure", "") == ""
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_turns_of_other_processes_and_an_engine_s_own_wait_in_one_queue(loop, num_slots):
+    pair, given = TwoProcesses(loop, num_slots=num_slots), list[int]()
+    pair.there.begin([beginning(9, monologue)])
+    pair.episodes.begin(beginning(index, duet) for index in range(4))
+    ended: dict[int, Generated] = {}
+    own = next(iter(pair.there.progress()))
+    while len(ended) < 4 or pair.there.num_unfinished:
+        ended |= pair.turn()
+        given.append(pair.rival.num_unfinished)
+    assert max(given) == num_slots
+    assert set(pair.there._queue._contexts) == set(), "those that are over are forgotten"
+    assert [made.id for made in pair.theirs] == [own]
+    for index, made in sorted(ended.items()):
+        assert made.columns["failure"] == "", index
+    assert same(ended[min(ended)], expected_of(loop, 0))
 
 
 @agent

@@ -273,7 +273,7 @@ class EngineHost:
         self._agents: EventLoop | None = None
         self._elsewhere: dict[str, RemoteSpeaker] = {}
         """Role that speaks here and has its rollout engines in other processes."""
-        self._guests = Guests(lambda role: self._engine(self._rollout, role), self._why_it_can_not_speak)
+        self._guests = Guests(self._speaking, self._why_it_can_not_speak)
         self.parts = PartWriter()
         """Writer of checkpoints' parts, while the engines go on."""
         self.writes_episodes = False
@@ -441,7 +441,13 @@ class EngineHost:
         def place_of(packed: int) -> str:
             return instance_of(packed, self._inflight[packed].speakers[role])
 
-        self._elsewhere[role] = RemoteSpeaker(role, language, place_of, lambda packed: Window(*window(self._inflight[packed].call, role)))
+        def is_limited(packed: int) -> bool:
+            bounds = self._inflight[packed].drawn.options["episodes"]
+            assert isinstance(bounds, Bounds)
+            return bounds.is_limited
+
+        window_of = lambda packed: Window(*window(self._inflight[packed].call, role))  # noqa: E731
+        self._elsewhere[role] = RemoteSpeaker(role, language, place_of, window_of, is_limited)
         return self._elsewhere[role]
 
     def _why_it_can_not_speak(self, role: str, may_use: Window) -> str:
