@@ -415,11 +415,6 @@ class Episodes:
         check_choice("history", self.history, History)
 
     @property
-    def is_limited(self) -> bool:
-        """Whether an episode, or a turn of it, may take only so long."""
-        return self.timeout_s is not None or self.turn_timeout_s is not None
-
-    @property
     def shown(self) -> dict[str, object]:
         """What a plan says of them."""
         several = {"max_conversations": self.max_conversations} if self.max_conversations > 1 else {}

@@ -52,7 +52,7 @@ from typing import Any, NamedTuple, final
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall
-from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting
+from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting, is_limited
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
@@ -420,7 +420,7 @@ class Episodes:
             turn = episode.waiting = episode.queued.popleft()
             turn.engine._asked[episode.id] = turn
             turn.engine._queue.asked(episode.id, _num_tokens_before(turn))
-            if episode.start.bounds.is_limited:
+            if is_limited(episode.start.bounds):
                 turn.stops_clock = True
                 self._loop.call(episode.waits)
 

@@ -38,6 +38,7 @@ import numpy as np
 
 from m2flow.engines.contract import Generated, Language, Occupancy, Request
 from m2flow.errors import EngineError, InternalError, M2FlowError, PromptTooLong
+from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Finish, Ragged, SampleId
 
@@ -308,6 +309,11 @@ class TurnQueue:
 
 
 # ---- turns that cross processes
+
+
+def is_limited(bounds: Bounds) -> bool:
+    """Whether an episode, or a turn of it, may take only so long."""
+    return bounds.timeout_s is not None or bounds.turn_timeout_s is not None
 
 
 class Window(NamedTuple):

@@ -34,7 +34,7 @@ import numpy as np
 from m2flow.agents.conversation import Transcript
 from m2flow.agents.episodes import Episodes, EpisodeStart, TurnPlace
 from m2flow.agents.tools import EventLoop
-from m2flow.agents.turn_requests import Guests, RemoteSpeaker, Window
+from m2flow.agents.turn_requests import Guests, RemoteSpeaker, Window, is_limited
 from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.tensors import to_wire
@@ -441,13 +441,13 @@ class EngineHost:
         def place_of(packed: int) -> str:
             return instance_of(packed, self._inflight[packed].speakers[role])
 
-        def is_limited(packed: int) -> bool:
+        def has_limit(packed: int) -> bool:
             bounds = self._inflight[packed].drawn.options["episodes"]
             assert isinstance(bounds, Bounds)
-            return bounds.is_limited
+            return is_limited(bounds)
 
         window_of = lambda packed: Window(*window(self._inflight[packed].call, role))  # noqa: E731
-        self._elsewhere[role] = RemoteSpeaker(role, language, place_of, window_of, is_limited)
+        self._elsewhere[role] = RemoteSpeaker(role, language, place_of, window_of, has_limit)
         return self._elsewhere[role]
 
     def _why_it_can_not_speak(self, role: str, may_use: Window) -> str:
