@@ -50,7 +50,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.agents.tools import EpisodeFailed, Family, Parser, ToolCall, before_calls, check_family, family_of, harmony_parts, parsed
+from m2flow.agents.tools import (
+    EpisodeFailed,
+    Family,
+    Parser,
+    ToolCall,
+    before_calls,
+    check_family,
+    family_of,
+    harmony_parts,
+    parsed,
+    warn_of_no_tools,
+)
 from m2flow.engines.contract import Generated, Language, Request
 from m2flow.errors import DatasetError
 from m2flow.recipe import History
@@ -221,6 +232,8 @@ class Conversation:
         if not self._language.template and not isinstance(content, str) and [one["role"] for one in content] == ["user"]:
             content = str(content[0].get("content") or "")  # A model without a template reads the text as it stands.
         shows_tools = bool(tools) and bool(self._language.template)
+        if shows_tools:
+            warn_of_no_tools(self._language.template)
         self._is_raw = isinstance(content, str) and not shows_tools and self._language.prompt_text(content) is None
         self._tools = list(tools) if shows_tools else []
         messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)

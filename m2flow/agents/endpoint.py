@@ -453,7 +453,8 @@ class ChatServer:
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
-            raise BadRequest(f"there is no model {name[:200]!r} here; there is {self.name!r}", "model_not_found", 404)
+            now = f"ask for that, or serve it by the other name: m2flow serve --name {name[:200]!r}"
+            raise BadRequest(f"there is no model {name[:200]!r} here; there is {self.name!r}: {now}", "model_not_found", 404)
 
     async def _read(self, request: HttpRequest) -> Asked:
         try:

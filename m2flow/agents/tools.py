@@ -49,6 +49,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 import sysconfig
 import threading
 import time
@@ -612,7 +613,29 @@ def family_of(template: str) -> Family | None:
     for family, sign in _SIGNS:
         if sign.search(template):
             return family
-    return None if re.search(r"\btools\b", template) else "hermes"
+    return None if presents_tools(template) else "hermes"
+
+
+def presents_tools(template: str) -> bool:
+    """Whether a chat template tells the model of its tools.
+
+    >>> presents_tools("{% for one in tools %}"), presents_tools("{{ messages[0].tool_calls }}")
+    (True, False)
+    """
+    return re.search(r"\btools\b", template) is not None
+
+
+NO_TOOLS = (
+    "the chat template presents no tools: the model does not see those that its agent gives it; Policy(chat_template=FILE) gives a "
+    "template that does, or the prompt tells of them"
+)
+
+
+@functools.lru_cache(maxsize=64)
+def warn_of_no_tools(template: str) -> None:
+    """Say once that a model does not see the tools that an agent gives it."""
+    if not presents_tools(template):
+        print(f"warning: {NO_TOOLS}", file=sys.stderr, flush=True)
 
 
 def check_family(template: str) -> None:

@@ -197,6 +197,7 @@ def serve_command(
             called = name or run_dir.name
         settings = EngineSettings(device=device or _first_device(), threads=threads or _num_cores(), max_running=max_running)
         engine = make_rollout("embedded", Model(path), settings)
+        click.echo(f"loading {called} on {settings.device}", err=True)
         try:
             engine.start()
             shown = f"[{host}]" if ":" in host else host

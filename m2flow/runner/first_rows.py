@@ -34,7 +34,7 @@ import numpy as np
 
 from m2flow.agents.chat import Agent, may_use_tools
 from m2flow.agents.conversation import rewrites
-from m2flow.agents.tools import check_family
+from m2flow.agents.tools import NO_TOOLS, check_family, presents_tools
 from m2flow.engines.contract import FunctionEngine, Generated
 from m2flow.engines.functions import error_of, units_of
 from m2flow.engines.registry import built_in
@@ -325,7 +325,7 @@ class _Trial:
             self._raw.add(call.role)
             self._say(call, "they are sent as raw texts; Policy(..., chat=True) writes them in the model's chat template")
         given = model.template
-        if given.tools != "[]" and "tools" not in codec.template:
+        if given.tools != "[]" and not presents_tools(codec.template):
             self._say(call, "the chat template writes no tools: the model does not see those of tools=")
         for role in call.speakers if "agent" in call.options else ():
             if (of := self._codec(call, role)) is not None and of.template:
@@ -341,7 +341,9 @@ class _Trial:
         bounds, agent = call.options["episodes"], Agent.of(cast("Any", call.options["agent"]))
         assert isinstance(bounds, Episodes)
         uses_tools = may_use_tools(agent.function.fresh() if isinstance(agent.function, Snapshot) else agent.function)
-        if role == call.role and uses_tools and agent.tool_calls is None:
+        if role == call.role and uses_tools and not presents_tools(codec.template):
+            self._say(call, NO_TOOLS)
+        elif role == call.role and uses_tools and agent.tool_calls is None:
             try:
                 check_family(codec.template)
             except DatasetError as error:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from chat_codecs import CHATML, FAMILIES, MISTRAL, THINKING, codec_of
 from click.testing import CliRunner
+from tiny_models import byte_tokenizer
 
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import EpisodeFailed, ToolCall, family_of, parsed, shortened, tool
 from m2flow.cli.main import cli
 from m2flow.engines.models.model_files import TextCodec
 from m2flow.errors import DatasetError, OptionError
+from m2flow.recipe import ChatTemplate
 
 LEADS = {"Mistral": " ", "GLM": "\n"}
 """What these models write themselves before their text, where the template writes it before a turn that it is given."""
@@ -135,6 +138,34 @@ def test_tool_calls_are_read_in_the_form_of_the_models_family_and_faults_are_kep
     _, calls = parsed(text, family)
     assert [call.name for call in calls] == names
     assert [bool(call.fault) for call in calls] == [not name for name in names]
+
+
+@tool(replay="pure")
+def _sum(a: int, b: int) -> int:
+    return a + b
+
+
+def test_a_tool_that_a_policy_and_its_agent_have_is_presented_once_as_the_agent_says(tmp_path):
+    template = "{% for t in tools %}[{{ t.function.name }}: {{ t.function.description }}]{% endfor %}{{ messages[0].content }}"
+    tokenizer = byte_tokenizer(tmp_path, chat_template=template)
+    own = json.dumps([{"type": "function", "function": {"name": name, "description": "policy's"}} for name in ("add", "find")])
+    codec = TextCodec(tokenizer, frozenset(), chat=True, template=ChatTemplate(tools=own))
+    added = {"type": "function", "function": {"name": "add", "description": "agent's"}}
+    assert codec.conversation([{"role": "user", "content": "Go"}], [added]) == "[add: agent's][find: policy's]Go"
+
+
+def test_that_a_model_does_not_see_its_tools_is_said_once(tmp_path, capfd):
+    language = TextCodec(
+        byte_tokenizer(tmp_path, chat_template="{{ messages[0].content }}!!"), frozenset(), chat=True, template=ChatTemplate()
+    )
+    for _ in range(2):
+        Conversation(language).begun("Go", [_sum.description])
+    assert capfd.readouterr().err.count("presents no tools") == 1
+    with_tools = TextCodec(
+        byte_tokenizer(tmp_path / "b", chat_template="{{ tools }}<tool_call>"), frozenset(), chat=True, template=ChatTemplate()
+    )
+    Conversation(with_tools).begun("Go", [_sum.description])
+    assert not capfd.readouterr().err
 
 
 def test_the_family_follows_from_the_template():

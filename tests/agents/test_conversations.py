@@ -26,7 +26,7 @@ from m2flow.errors import OpError, OptionError, PlanError, StateLost, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering import capabilities
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.records.sample_query import SampleQuery
+from m2flow.micro.records.sample_query import SampleQuery, conversations_of
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Message, Segment, sequences_of
@@ -407,6 +407,20 @@ def test_what_takes_one_reward_or_turns_that_follow_each_other_is_refused(loop):
         by_conversation(gigpo())
 
 
+def test_all_turns_of_a_single_conversation_are_shown(loop):
+    @agent
+    async def asks(chat: Chat, row: Sample) -> float:
+        for question in ("?", " and then?"):
+            await chat.say(question, max_tokens=5)
+        return 1.0
+
+    row = whole(loop, 0, asks)
+    (shown,) = conversations_of(row)
+    assert (shown.name, shown.prompt) == ("main", "?")
+    assert shown.turns == [turn["text"] for turn in record_of(row)["turns"]]
+    assert len(shown.turns) == 2
+
+
 def test_of_rows_with_one_sequence_each_none_is_cut(loop):
     @agent
     async def alone(chat: Chat, row: Sample) -> float:
@@ -416,6 +430,7 @@ def test_of_rows_with_one_sequence_each_none_is_cut(loop):
     row = whole(loop, 0, alone)
     assert sequences_of(row) is None
     assert "conversations" not in record_of(row)
+    assert not conversations_of(row)
     offsets, of = sequences_of(Batch.concat([whole(loop, 0, players), whole(loop, 1, players)])) or ([], [])
     assert list(of) == [0, 0, 0, 1, 1, 1]
     assert len(offsets) == 7

@@ -202,7 +202,7 @@ def test_a_stream_of_the_other_two_apis_comes_in_more_than_one_piece(served: Ser
 @pytest.mark.parametrize(
     ("path", "more", "status", "says"),
     [
-        ("responses", {"model": "gpt-9"}, 404, "there is 'tiny'"),
+        ("responses", {"model": "gpt-9"}, 404, "there is 'tiny': ask for that, or serve it by the other name: m2flow serve --name 'gpt-9'"),
         ("messages", {"model": "claude"}, 404, "there is 'tiny'"),
         ("responses", {"previous_response_id": "r"}, 400, "previous_response_id"),
         ("responses", {"tool_choice": "required"}, 400, "tool_choice"),

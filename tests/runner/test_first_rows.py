@@ -186,6 +186,25 @@ def test_tools_that_the_template_does_not_write_are_named(template: str, shows: 
     assert any("the chat template writes no tools" in line for line in said(plan(tmp_path, "pass", policy=options))) != shows
 
 
+@pytest.mark.parametrize("shows", [True, False])
+def test_tools_of_an_agent_that_the_template_does_not_present_are_named(shows: bool, tmp_path: Path) -> None:
+    functions = """
+from m2flow import agent, tool
+
+@tool(replay="pure")
+def add(a: int, b: int) -> int:
+    return a + b
+
+@agent
+async def asks(chat, row):
+    return float((await chat.say(row.prompt, tools=[add])).text == "3")
+"""
+    template = "{% for one in tools or [] %}<tool_call>{% endfor %}1=" if shows else "1="
+    body = "policy.rollout(asks, prompts.take(2), n=2, max_tokens=4)"
+    found = said(plan(tmp_path, body, functions, policy=f"chat=True, chat_template={template!r}"))
+    assert any("presents no tools" in line and "chat_template=" in line for line in found) != shows
+
+
 def test_a_model_without_weights_is_named_before_a_run_finds_it(tmp_path: Path) -> None:
     body = f"other = Reference({str(DIGITS)!r})\nlog(a=(responses.logprobs - other.logprobs(responses)).sum(over='sample').mean())"
     error = refused(plan(tmp_path, body))

@@ -138,6 +138,11 @@ def _check_whole(text: str) -> None:
         )
 
 
+def _name_of(tool: Mapping[str, Any]) -> str:
+    """The name of a tool, as `check_tools` wants it, or without the wrapping that some templates do without."""
+    return str(tool.get("function", tool).get("name"))
+
+
 def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose parts are joined to one text, as vLLM and SGLang do for templates that know texts alone."""
     content = message.get("content")
@@ -267,9 +272,11 @@ class TextCodec:
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, object]]) -> str:
         """Write messages by the chat template, up to where the model's turn begins, with these tools beside the policy's own.
 
+        One that has the name of a tool of the policy stands in its place.
+
         Raises `DatasetError`: there is no template, or it refuses the messages.
         """
-        every = [*(json.loads(self._template.tools) or []), *tools]
+        every = list({_name_of(one): one for one in (*(json.loads(self._template.tools) or []), *tools)}.values())
         return self._rendered(self._messages(messages), add_generation_prompt=True, **({"tools": every} if every else {}))
 
     @property

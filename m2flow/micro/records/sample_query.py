@@ -28,7 +28,7 @@ from m2flow.micro.records.accounting import moves
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
-from m2flow.samples import ENGINE_COLUMNS, EPISODE, Batch, Finish, SampleId, records_of, sequences_of
+from m2flow.samples import ENGINE_COLUMNS, EPISODE, MAIN, Batch, Finish, SampleId, records_of, sequences_of
 
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
@@ -67,7 +67,7 @@ _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation of an episode that has several, or what it went on in since its template wrote it anew."""
+    """One conversation of an episode that has several, or several turns, or what it went on in since its template wrote it anew."""
 
     name: str
     start: int
@@ -153,9 +153,11 @@ def text_of(row: Batch) -> Text:
 
 
 def conversations_of(row: Batch) -> list[Conversation]:
-    """Return the conversations of a batch of one episode, in the order of its row; empty where it has one alone."""
+    """Return the conversations of a batch of one episode, in the order of its row; empty where it has one alone, of one turn."""
     record, found = records_of(row)[0], sequences_of(row)
     described = record.get("conversations", ())
+    if not described and len(record.get("turns", ())) > 1:
+        described = [{"name": MAIN, "num_turns": len(record["turns"]), "prompt": next(row.rows()).prompt_text}]
     starts = [0] if found is None else found[0][:-1].tolist()
     if len(described) != len(starts):
         return []
