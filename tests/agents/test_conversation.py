@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from chat_codecs import BORDERS, CHATML, FAMILIES, MANNERS, MISTRAL, THINKING, codec_of, num_merged_otherwise, trained_codec_of
 from click.testing import CliRunner
+from trained_tokenizers import trained_tokenizer
 
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import EpisodeFailed, ToolCall, family_of, parsed, shortened, tool
 from m2flow.cli.main import cli
 from m2flow.engines.models.model_files import TextCodec
 from m2flow.errors import DatasetError, OptionError
+from m2flow.recipe import ChatTemplate
 
 LEADS = {"Mistral": " ", "GLM": "\n"}
 """What these models write themselves before their text, where the template writes it before a turn that it is given."""
@@ -71,6 +73,17 @@ def test_of_tokenizers_that_merge_too_all_that_the_model_did_not_say_is_as_the_t
     speaks_after_text = name in ("Qwen2.5", "Qwen3", "Llama 3", "Gemma", "Phi")
     assert (num_other > 5) == speaks_after_text, "what it said stays as sampled, where it would be merged with what is before it"
     assert speaks_after_text or not num_other
+
+
+@pytest.mark.parametrize("manner", ["qwen", "llama2", "unigram", "gemma"])
+@pytest.mark.parametrize("added", ["and\nso", " and", "\n\nSo", "|a", "", "é"])
+def test_what_is_added_to_a_raw_text_gets_no_space_that_nobody_wrote(manner, added):
+    tokenizer = trained_tokenizer(manner, ["<eos>"], None)
+    codec = TextCodec(tokenizer, frozenset([0]), chat=False, template=ChatTemplate())
+    conversation = Conversation(codec)
+    ids = conversation.begun("2+2=", [])
+    made, _ = said(codec, conversation, "", is_whole=False)
+    assert codec.decode_all([*ids, *made, *conversation.followed([{"role": "user", "content": added}])]) == f"2+2={added}"
 
 
 def test_what_was_sampled_is_never_tokenised_again(tmp_path):

@@ -87,7 +87,7 @@ def _of_spaces(manner: Manner, special: Sequence[str]) -> Tokenizer:
     return made
 
 
-def trained_tokenizer(manner: Manner, special: Sequence[str], chat_template: str) -> Any:
+def trained_tokenizer(manner: Manner, special: Sequence[str], chat_template: str | None) -> Any:
     """A tokenizer of transformers with these special tokens, of which the first ends a text."""
     made = (_byte_level if manner in _SPLITS else _of_spaces)(manner, special)
     # Phi-3's take the white space that follows for theirs; those of the others are what they are.
