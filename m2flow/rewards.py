@@ -526,7 +526,7 @@ class ReasoningGym(SampleReward):
     """What a task of reasoning-gym says of the response, 0 to 1; the rows are those of `Dataset.reasoning_gym(task)`.
 
     Several tasks evaluate the answer as Python, so that each is scored in the box of `UnitTests`, where the package is at hand.
-    An answer that makes the task fail or takes too long counts 0.
+    An answer that makes the task fail or takes too long counts 0; a task that can't begin there, as it lacks a file, is an error.
 
     Args:
         pattern: finds the answer: the last match's first group; without a match the whole response is the answer.
@@ -550,15 +550,20 @@ class ReasoningGym(SampleReward):
         how = {"wall_s": self.timeout_s, "memory": self.memory_mb << 20, "box": self.box == "required", "packages": True}
         word = secrets.token_hex(16)
         program = (
-            "import json, os, sys\nfrom reasoning_gym import get_score_answer_fn\n"
+            "import ast, json, os, sys\nfrom reasoning_gym import get_score_answer_fn\n"
             "task, answer, entry = json.loads(sys.stdin.read())\n"
-            f"score = float(get_score_answer_fn(task)(answer, entry))\nos.write(1, f'\\n{word} {{score}}\\n'.encode())\n"
+            "if (literal := entry.pop('literal', None)) is not None:\n    entry['metadata'] = ast.literal_eval(literal)\n"
+            "try:\n    scorer = get_score_answer_fn(task)\n"
+            f"except BaseException as error:\n    os.write(1, f'\\n{word} no {{error!r}}\\n'.encode())\n    sys.exit()\n"
+            f"os.write(1, f'\\n{word} {{float(scorer(answer, entry))}}\\n'.encode())\n"
         )
         given = json.dumps([self.task, self.found(str(sample.text)), sample.entry])
         try:
             said = run_boxed(program, given, {**how, "preload": ("reasoning_gym",)})
         except MissingExtra:
             raise MissingExtra("ReasoningGym needs the package reasoning-gym", now="Run: pip install 'm2flow[smollm]'.") from None
+        if failed := re.search(rf"^{word} no (.*)$", said or "", re.MULTILINE):
+            raise OpError(f"reasoning-gym can't score {self.task!r} in the box: {failed[1]}")
         scored = re.search(rf"^{word} (\S+)$", said or "", re.MULTILINE)
         return float(scored[1]) if scored else 0.0
 

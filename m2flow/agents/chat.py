@@ -41,7 +41,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, overload
 
 from m2flow.agents.conversation import Conversation
-from m2flow.agents.tools import FAMILIES, EpisodeFailed, Family, MessagesRefused, Outcome, Parser, Tool, ToolCall, parameters
+from m2flow.agents.tools import (
+    FAMILIES,
+    EpisodeFailed,
+    Family,
+    MessagesRefused,
+    Outcome,
+    Parser,
+    Tool,
+    ToolCall,
+    is_stopped,
+    parameters,
+)
 from m2flow.engines.contract import Generated
 from m2flow.errors import DatasetError, OptionError
 from m2flow.recipe import Sampling, check_count
@@ -663,7 +674,9 @@ class Resources:
     async def _open(self, kind: type) -> object:
         try:
             return await self._stack.enter_async_context(typing.cast(Any, kind)())
-        except Exception as error:
+        except BaseException as error:
+            if is_stopped(error):
+                raise
             raise EpisodeFailed("tool_failed", f"{kind.__name__} can't be opened: {type(error).__name__}: {error}") from error
 
 

@@ -170,6 +170,23 @@ def _habits(language: Language) -> _Habits:
     return found
 
 
+_puts_space: weakref.WeakKeyDictionary[Language, bool] = weakref.WeakKeyDictionary()
+"""Whether the tokenizer puts a space before each text, as SentencePiece's do that Llama 2 and Mistral have."""
+
+
+def _encoded_behind(language: Language, text: str) -> list[int]:
+    """The tokens of a text that stands behind another one: without the space that some tokenizers put before a text's begin."""
+    ids = list(language.encode_target(text))
+    if language not in _puts_space:
+        one = list(language.encode_target("a"))
+        _puts_space[language] = language.decode_all([*one, *one]) != "aa"
+    for before in ("\n", "|", "\0") if ids and _puts_space[language] else ():  # One that is no part of a token with the text's begin.
+        known, whole = (list(language.encode_target(one)) for one in (before, before + text))
+        if known and whole[: len(known)] == known:
+            return whole[len(known) :]
+    return ids
+
+
 class Rewritten(NamedTuple):
     """A conversation as its template writes it now, other than it did before."""
 
@@ -256,7 +273,7 @@ class Conversation:
         """
         check_prompt(list(new), "what the agent says")
         if self._is_raw:
-            return list(self._language.encode_target("".join(str(one.get("content") or "") for one in new)))
+            return _encoded_behind(self._language, "".join(str(one.get("content") or "") for one in new))
         role = str(new[0]["role"])
         if self._history == "refuse" and (how := rewrites(self._language, role, has_tools=bool(self._tools))):
             raise EpisodeFailed(
@@ -279,7 +296,7 @@ class Conversation:
         _, mark, bridge = rendered.rpartition(_MARK)
         if not mark:
             raise DatasetError("the chat template does not write what the assistant said", now="Write the conversation as raw text.")
-        return list(self._language.encode_target(bridge))
+        return _encoded_behind(self._language, bridge)
 
     def _after_calls(self, new: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[int] | None:
         """The bridge behind a turn with calls; None where the template does not write them, or no end of the turn."""

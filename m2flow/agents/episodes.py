@@ -51,7 +51,7 @@ from typing import Any, NamedTuple, final
 
 from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
-from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall
+from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall, is_stopped
 from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting, is_limited
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
@@ -239,9 +239,9 @@ class _Episode:
             columns, added = {"failure": failed.how}, {"error": str(failed)}
         except NoReward as error:
             columns, added = {"failure": "no_reward"}, {"error": str(error)}
-        except asyncio.CancelledError:
-            return
-        except Exception as error:
+        except BaseException as error:
+            if is_stopped(error):
+                return
             columns, added = {"failure": "raised"}, {"error": f"{type(error).__name__}: {error}"}
             self.host.show(self.id, traceback.format_exc())
         self.host.post(lambda: self.host.end(self, columns, added))

@@ -198,7 +198,9 @@ class Tool:
             raise EpisodeFailed("tool_failed", f"the tool {self.name} failed: {type(error).__name__}: {error}") from error
         except EpisodeFailed:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if is_stopped(error):
+                raise
             timed_out = isinstance(error, TimeoutError) and limit.expired()
             said = f"timed out after {self.timeout_s:g} s" if timed_out else f"{type(error).__name__}: {error}"
             if self.on_error == "fail":
@@ -220,6 +222,17 @@ class Tool:
             return call()
 
         return await loop.run_in_executor(threads, begun)
+
+
+def is_stopped(error: BaseException) -> bool:
+    """Whether a coroutine raises because it is to end, and not of itself: its task is cancelled, or nobody has it any more.
+
+    What awaits a task that something else has cancelled raises `CancelledError`, too, and code that a model wrote may exit.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
 
 
 _P = ParamSpec("_P")
@@ -511,10 +524,17 @@ class EventLoop:
         self._loop.set_default_executor(self.threads)  # asyncio's own has a few threads more than there are cores.
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._is_woken = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._asked_at: float | None = None
         """Since when the loop has not answered `check`; None: it has."""
         self._thread.start()
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped; a task that exits ends it for asyncio, beside raising in what awaits the task."""
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+                return
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop call a function. What is asked for before the loop gets to it wakes it once."""

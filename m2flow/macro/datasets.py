@@ -10,10 +10,12 @@ What is drawn depends on the seed and the number of rows drawn before, and on no
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib
 import itertools
+import json
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -482,6 +484,8 @@ class Dataset:
     ) -> Dataset:
         """Make rows of a task of reasoning-gym: `prompt`, `answer`, and the whole `entry`, for `m2flow.rewards.ReasoningGym(task)`.
 
+        Rows are JSON, in which a tuple is a list, and some tasks tell the two apart; `entry["literal"]` is its metadata as Python.
+
         Args:
             size: rows. seed: of the task's own generator.
             options: the task's own, such as `min_terms=2` of `chain_sum`.
@@ -500,7 +504,7 @@ class Dataset:
                 f"reasoning-gym makes no {task!r} with {options}: {error}",
                 now="`reasoning_gym.factory.DATASETS` lists its tasks; options are those of the task's configuration.",
             ) from None
-        rows = [{"prompt": entry["question"], "answer": str(entry["answer"]), "entry": entry} for entry in entries]
+        rows = [{"prompt": entry["question"], "answer": str(entry["answer"]), "entry": _with_types(entry)} for entry in entries]
         return cls(rows, name=name or task, shuffle=shuffle, curriculum=curriculum)
 
     @classmethod
@@ -860,6 +864,17 @@ class Dataset:
         )
         self._cursor += moves_by
         return Rows(session, call)
+
+
+def _with_types(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of reasoning-gym with its metadata as a Python literal, if that is one and JSON makes something else of it."""
+    metadata = entry["metadata"]
+    try:
+        literal = repr(metadata)
+        is_whole = ast.literal_eval(literal) == metadata != json.loads(json.dumps(metadata))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return entry
+    return {**entry, "literal": literal} if is_whole else entry
 
 
 def _num_used(rows: Batch, values: Mapping[str, object]) -> int:

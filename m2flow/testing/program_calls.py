@@ -1,19 +1,23 @@
-"""Interpret random programs inside a flow: user functions, the calls that statements make, and control flow.
+"""Interpret random programs inside a flow: user functions, agents, the calls that statements make, and control flow.
 
-`Calls` makes the calls of statements, `Interpreter` runs control flow; what a program counts for itself is in `programs.Account`. A
-statement names its operands by counting back from the newest. One that has nothing to work on makes no call.
+`Player` does what an agent does in one episode, `Calls` makes the calls of statements, `Interpreter` runs control flow; what a program
+counts for itself is in `programs.Account`. A statement names its operands by counting back from the newest. One that has nothing to work
+on makes no call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import random
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
+from m2flow.agents.chat import Agent, Chat, Turn, agent
+from m2flow.agents.tools import EpisodeFailed, ToolCall, tool
 from m2flow.errors import DatasetError, OpError
 from m2flow.macro.critics import Critic, gae
 from m2flow.macro.datasets import Dataset
@@ -24,7 +28,7 @@ from m2flow.macro.number import Number
 from m2flow.macro.ops import Role, call, log, op, steps
 from m2flow.macro.refill import Keep, informative
 from m2flow.macro.roles import Policy, Reference, Reward
-from m2flow.recipe import AdamW
+from m2flow.recipe import AdamW, by_conversation
 from m2flow.samples import Finish, Sample
 from m2flow.testing import programs as p
 from m2flow.testing.fakes import fake_hash
@@ -197,6 +201,226 @@ NUM_SAFE = 3
 """How many of the first rewards, and of the first keeps, never raise."""
 
 
+# ---- agents
+
+
+@tool(replay="pure")
+async def echo(text: str, wait: float = 0.0) -> str:
+    """Say it louder."""
+    await asyncio.sleep(wait)
+    return text.upper()
+
+
+@tool(replay="pure")
+def count(text: str, wait: float = 0.0) -> int:
+    """Count on a thread."""
+    return fake_hash(*map(ord, text)) % 100
+
+
+@tool(replay="pure", timeout_s=0.005)
+async def endless(text: str, wait: float = 0.0) -> str:
+    """Never come to an end."""
+    await asyncio.sleep(3600)
+    return text
+
+
+@tool(replay="pure")
+async def refuse(text: str, wait: float = 0.0) -> str:
+    """Raise on every other text."""
+    await asyncio.sleep(wait)
+    if fake_hash(*map(ord, text)) % 2:
+        raise ValueError(f"no {text}")
+    return "yes"
+
+
+@tool(replay="pure", on_error="fail")
+def insist(text: str, wait: float = 0.0) -> str:
+    """End the episode on some texts."""
+    if fake_hash(*map(ord, text)) % 4 == 0:
+        raise KeyError(text)
+    return "<eos>"
+
+
+@tool(replay="recorded", max_chars=12, slots=2)
+async def spend(text: str, wait: float = 0.0) -> str:
+    """Do what may not be done twice."""
+    await asyncio.sleep(wait)
+    return text * 9
+
+
+TOOLS = (echo, count, refuse, spend, insist, endless)
+
+
+def calls_in(text: str) -> tuple[str, list[ToolCall]]:
+    """Take some texts of a model for one or two tool calls."""
+    kind = fake_hash(*map(ord, text)) % 5
+    return text, [ToolCall(TOOLS[(kind + i) % 3].name, {"text": text[:3]}) for i in range(kind % 3)]
+
+
+_MOST_FOLLOWED = 3
+
+
+@dataclass(eq=False)
+class _Scope:
+    """What one line of an agent's work may use: no other one uses its conversations at the same time."""
+
+    name: str
+    chats: list[Chat]
+    heard: str = ""
+    turn: Turn | None = None
+    is_error: bool = False
+    """Whether the latest call of a tool went wrong."""
+    num_begun: int = field(default=0)
+
+
+@final
+class Player:
+    """Does what a random agent does in one episode."""
+
+    def __init__(self, chat: Chat, row: Sample, of: p.Rollout, speaker: str) -> None:
+        self._row = row
+        self._of = of
+        self._speaker = speaker
+        """Who may speak beside the policy; empty: nobody."""
+        self._begun = [chat.name]
+        self._scope = _Scope("", [chat])
+
+    async def play(self) -> object:
+        """Play the episode; returns what the agent returns."""
+        scope = self._scope
+        await self._do_all(self._of.agent, scope)
+        number = fake_hash(*map(ord, scope.heard)) % 64 / 8
+        match self._of.returns:
+            case "parts":
+                return {"reward": number, "heard": len(scope.heard), "turns": scope.chats[0].num_turns}
+            case "named":
+                return {name: number - place for place, name in enumerate(sorted(self._begun))}
+            case "broken" if number > 5:
+                return math.nan if number > 6 else "none"
+        return number
+
+    async def _do_all(self, acts: Sequence[p.Act], scope: _Scope) -> None:
+        for act in acts:
+            await self._do(act, scope)
+
+    async def _do(self, act: p.Act, scope: _Scope) -> None:
+        match act:
+            case p.Say() | p.Work() | p.Follow():
+                await self._speak(act, _at(scope.chats, act.chat), scope)
+            case p.Branch(on=on, then=then, otherwise=otherwise):
+                await self._do_all(then if _is_so(on, scope) else otherwise, scope)
+            case p.Times(times=times, body=body):
+                for _ in range(times):
+                    await self._do_all(body, scope)
+            case p.Gather():
+                await self._gather(act, scope)
+            case p.Attempt(body=body, otherwise=otherwise):
+                try:
+                    await self._do_all(body, scope)
+                except (ValueError, TimeoutError, EpisodeFailed) as error:
+                    if isinstance(error, EpisodeFailed) and error.how in ("lost", "diverged"):
+                        raise
+                    scope.heard += type(error).__name__
+                    await self._do_all(otherwise, scope)
+            case p.Fail(how=how):
+                await _fail(how)
+            case p.Pause(wait=wait):
+                await asyncio.sleep(wait / 1000)
+
+    async def _speak(self, act: p.Say | p.Work | p.Follow, chat: Chat, scope: _Scope) -> None:
+        match act:
+            case p.Say(what=what, longest=longest):
+                said = {"row": str(self._row.prompt), "random": f"{chat.rng.random():.3f}", "heard": scope.heard[-5:]}.get(what, "?")
+                content = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}][chat.num_turns > 0 :]
+                tools, stop = TOOLS if act.offers else (), ["e", "th"] if act.stops else None
+                turn = await chat.say(content if what == "messages" else said, tools=tools, max_tokens=longest, stop=stop)
+                self._heard(turn, scope)
+            case p.Work(uses=uses, longest=longest):
+                calls = [_call(use, f"{scope.heard[-2:]}{at}") for at, use in enumerate(uses)]
+                if act.is_told:
+                    self._heard(await chat.reply(calls, max_tokens=longest), scope)
+                else:
+                    outcomes = await chat.run(calls)
+                    scope.heard += "".join(outcome.text[:3] for outcome in outcomes)
+                    scope.is_error = any(outcome.is_error for outcome in outcomes)
+            case p.Follow(longest=longest):
+                for _ in range(_MOST_FOLLOWED):
+                    if scope.turn is None or not scope.turn.calls:
+                        break
+                    self._heard(await chat.reply(scope.turn.calls, max_tokens=longest), scope)
+
+    def _heard(self, turn: Turn, scope: _Scope) -> None:
+        scope.turn = turn
+        scope.heard += turn.text
+
+    async def _gather(self, act: p.Gather, scope: _Scope) -> None:
+        first, second = (self._scope_of(act, scope, of_second=which == 1) for which in range(2))
+        works = [self._do_all(act.first, first), self._do_all(act.second, second)]
+        ended = await asyncio.gather(*works, return_exceptions=True)
+        for each in (first, second):
+            scope.chats += each.chats
+            scope.heard += each.heard
+        for error in ended:
+            if error is not None:
+                raise error
+
+    def _scope_of(self, act: p.Gather, scope: _Scope, *, of_second: bool) -> _Scope:
+        name = f"{scope.name}c{scope.num_begun}"
+        scope.num_begun += 1
+        chat = _at(scope.chats, act.chat)
+        if act.apart == "forked":
+            return _Scope(name, [chat.fork()], scope.heard[-9:], scope.turn)
+        made = chat.conversation(name, by=self._speaker if act.apart == "spoken" and of_second else "", max_tokens=60)
+        self._begun.append(name)
+        return _Scope(name, [made])
+
+
+def _is_so(on: str, scope: _Scope) -> bool:
+    match on:
+        case "tokens":
+            return scope.turn is not None and sum(scope.turn.tokens) % 2 == 1
+        case "cut":
+            return scope.turn is not None and scope.turn.is_cut
+        case "result":
+            return scope.is_error
+        case "random":
+            return scope.chats[0].rng.random() < 0.5
+    return fake_hash(*map(ord, scope.heard)) % 2 == 1
+
+
+def _call(use: p.Use, text: str) -> ToolCall:
+    arguments: dict[str, object] = {"text": text, "wait": use.wait / 1000}
+    return ToolCall(_at(TOOLS, use.tool).name, arguments if use.fits else {"words": text})
+
+
+async def _fail(how: str) -> None:
+    match how:
+        case "fails":
+            raise EpisodeFailed("tool_failed", "the machine is gone")
+        case "times out":
+            async with asyncio.timeout(0.002):
+                await asyncio.sleep(3600)
+        case "is cancelled":
+            task = asyncio.ensure_future(asyncio.sleep(3600))
+            task.cancel()
+            await task
+        case "exits":
+            raise SystemExit(2)
+    raise ValueError("no more")
+
+
+def agent_of(of: p.Rollout, speaker: str) -> Agent:
+    """Make the agent of a rollout."""
+
+    async def player(chat: Chat, row: Sample) -> object:
+        return await Player(chat, row, of, speaker).play()
+
+    return agent(tool_calls=calls_in)(player) if of.reads else agent(player)
+
+
+MOST_CONVERSATIONS = 64
+"""More than any agent begins: which is the first too many would depend on time."""
+
 MOST_VARIABLES = 3
 """The number of results of each kind that a program can reach; older ones are released."""
 MOST_SAMPLES = 18
@@ -224,12 +448,16 @@ class _Samples:
     parents: tuple[_Samples, ...] = ()
     """The samples that these were filtered from: what has rows of these has rows of the parents."""
     is_union: bool = False
+    by_conversation: bool = False
+    """Episodes whose conversations have rewards of their own."""
 
 
 @dataclass(eq=False)
 class _Numbers:
     rows: Rows
     of: _Samples
+    is_returned: bool = False
+    """Rewards that an agent returned."""
 
 
 ReferenceMaker = Callable[[Policy, str], Reference]
@@ -294,6 +522,8 @@ class Calls:
                     max_draws=statement.most,
                 )
                 self._generated(policy, rows, n, n * count)
+            case p.Rollout():
+                self._play(statement)
             case p.Union():
                 self._unite(statement)
             case p.Combine():
@@ -333,7 +563,7 @@ class Calls:
             case p.Filter(how=how):
                 parents = (samples, *samples.parents)
                 rows = self._filtered(samples, how)
-                self._samples.append(_Samples(rows, samples.n, samples.most, samples.made_by, parents, samples.is_union))
+                self._samples.append(dataclasses.replace(samples, rows=rows, parents=parents))
             case p.Update():
                 self._update(statement, samples)
             case p.Actor():
@@ -377,9 +607,36 @@ class Calls:
             rows = policy.generate(dataset.take(count), n=n, **options)  # type: ignore[arg-type]
         self._generated(policy, rows, n, rows.call.most_rows, is_exact=statement.is_exact, carries=late == "carry")
 
-    def _generated(self, policy: Policy, rows: Rows, n: int, most: int, *, is_exact: bool = False, carries: bool = False) -> None:
+    def _play(self, statement: p.Rollout) -> None:
+        policy, n = _at(self._policies, statement.policy), statement.n
+        others = [other for other in self._policies if other is not policy] if statement.speaks else []
+        episodes = policy.rollout(
+            agent_of(statement, "other" if others else ""),
+            _at(self._datasets, statement.dataset).take(statement.count),
+            n=n,
+            max_tokens=statement.longest,
+            max_turns=statement.max_turns,
+            failed=statement.failed,
+            max_conversations=MOST_CONVERSATIONS,
+            speakers={"other": others[0]} if others else None,
+        )
+        self._generated(policy, episodes, n, n * statement.count, speakers=[other.name for other in others])
+        self._samples[-1].by_conversation = statement.returns == "named"
+        self._numbered(episodes.reward, self._samples[-1]).is_returned = True
+
+    def _generated(
+        self,
+        policy: Policy,
+        rows: Rows,
+        n: int,
+        most: int,
+        *,
+        is_exact: bool = False,
+        carries: bool = False,
+        speakers: Sequence[str] = (),
+    ) -> None:
         staleness = self._program.staleness if self.step >= 0 and not is_exact else 0
-        self._account.generated(policy.name, rows.maker.ordinal, staleness, carries=carries)
+        self._account.generated(policy.name, rows.maker.ordinal, staleness, carries=carries, speakers=speakers)
         self._samples.append(_Samples(rows, n, most, frozenset({rows.call.ordinal})))
 
     def _filtered(self, samples: _Samples, how: str) -> Rows:
@@ -399,13 +656,20 @@ class Calls:
         if not self._samples:
             return
         first = _back(self._samples, statement.first)
-        others = [other for other in self._samples if not other.made_by & first.made_by and "reward" not in _columns(other, first)]
+        others = [
+            other
+            for other in self._samples
+            if other.by_conversation == first.by_conversation
+            and not other.made_by & first.made_by
+            and "reward" not in _columns(other, first)
+        ]
         if not others:
             return
         second = _back(others, statement.second)
         rows = concat([first.rows, second.rows])
         most, n = first.most + second.most, min(first.n, second.n)
-        self._samples.append(_Samples(rows, n, most, first.made_by | second.made_by, is_union=True))
+        made_by = first.made_by | second.made_by
+        self._samples.append(_Samples(rows, n, most, made_by, is_union=True, by_conversation=first.by_conversation))
 
     # ---- numbers
 
@@ -478,16 +742,17 @@ class Calls:
 
     def _update(self, statement: p.Update, samples: _Samples) -> None:
         numbers = self._numbers_of(samples, statement.numbers)
-        form = statement.form if samples.n > 1 else "advantages"
-        passes = {"minibatch_size": statement.minibatch or None, "epochs": statement.epochs}
+        is_compared = samples.n > 1 and (numbers.is_returned or not samples.by_conversation)
+        form = statement.form if is_compared else "advantages"
+        passes: dict[str, Any] = {"minibatch_size": statement.minibatch or None, "epochs": statement.epochs}
         policy = _at(self._policies, statement.policy)
         if form == "advantages":
-            metrics = policy.update(samples.rows, advantages=numbers.rows, **passes)  # type: ignore[arg-type]
-        elif form == "reference" and self._reference is not None:
-            loss = ppo_clip(kl_coef=0.1)
-            metrics = policy.update(samples.rows, numbers.rows, loss=loss, reference=self._reference, **passes)  # type: ignore[arg-type]
+            passes |= {"advantages": numbers.rows}
         else:
-            metrics = policy.update(samples.rows, numbers.rows, **passes)  # type: ignore[arg-type]
+            passes |= {"rewards": numbers.rows} | ({"advantages": by_conversation()} if samples.by_conversation else {})
+        if form == "reference" and self._reference is not None:
+            passes |= {"loss": ppo_clip(kl_coef=0.1), "reference": self._reference}
+        metrics = policy.update(samples.rows, **passes)
         self._updated(policy, metrics)
 
     def _updated(self, policy: Policy, metrics: Metrics) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
@@ -34,6 +34,8 @@ class Answer:
 
     samples: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Identity -> token ids, versions."""
+    details: dict[int, tuple[object, ...]] = field(default_factory=dict)
+    """Identity -> what else its row says: log-probabilities, loss mask, and of an episode its turns, rewards and cause of failure."""
     rewards: dict[tuple[int, int], float] = field(default_factory=dict)
     """(call, sample) -> reward."""
     parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
@@ -53,8 +55,14 @@ class Answer:
     def forget(self, failed: Collection[int]) -> None:
         """Drop the results of failed calls, whose number depends on the plan; keep the decisions, which the eager run needs."""
         self.samples = {packed: one for packed, one in self.samples.items() if SampleId.unpack(packed).call not in failed}
+        self.details = {packed: one for packed, one in self.details.items() if packed in self.samples}
         self.rewards = {key: one for key, one in self.rewards.items() if key[0] not in failed}
         self.parts = {key: one for key, one in self.parts.items() if key[0] not in failed}
+
+    def generated(self, rows: Batch) -> None:
+        """Add samples."""
+        self.samples |= samples_of(rows)
+        self.details |= _details_of(rows)
 
     def rewarded(self, call: int, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]]) -> None:
         """Add the rewards that a call gave to samples; `parts` is empty where none of them has any."""
@@ -66,6 +74,20 @@ def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]
     """Map sample identities to token ids and versions."""
     tokens, versions = rows.ragged("tokens"), rows.ragged("versions")
     return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
+
+
+def _details_of(rows: Batch) -> dict[int, tuple[object, ...]]:
+    logprobs, masks = rows.ragged("logprobs"), rows.ragged("loss_mask")
+    found: dict[int, tuple[object, ...]] = {
+        packed: (logprobs.row(i).tobytes(), masks.row(i).tobytes()) for i, packed in enumerate(rows.ids.tolist())
+    }
+    if "episode" in rows.columns:
+        failures, records = rows.ragged("failure"), rows.ragged("episode")
+        for i, packed in enumerate(found):
+            record: Any = records.item(i)
+            rewarded = [record.get(name) for name in ("rewards", "rewarded", "parts")]
+            found[packed] += (failures.item(i), repr(rows.dense("reward")[i]), repr(record["turns"]), repr(rewarded))
+    return found
 
 
 class AnswerJournal:
@@ -90,7 +112,7 @@ class AnswerJournal:
         place: Place,
         example: Sequence[str],
     ) -> None:
-        self.answer.samples.update(samples_of(read_segment(self._run_dir / "segments", place)))
+        self.answer.generated(read_segment(self._run_dir / "segments", place))
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
         self.answer.rewarded(call.ordinal, ids, values, parts)
@@ -157,11 +179,14 @@ class Account:
         """Record the updates before the loop: calls in the loop use no version from before them."""
         self._before = dict(self._num_updates)
 
-    def generated(self, policy: str, call: int, staleness: int, *, carries: bool = False) -> None:
+    def generated(self, policy: str, call: int, staleness: int, *, carries: bool = False, speakers: Sequence[str] = ()) -> None:
         if carries:
             self._lines[call] = policy
-        newest = self._num_updates.get(policy, 0)
-        self.windows[call] = max(newest - staleness, min(self._before.get(policy, 0), newest)), newest
+        windows = []
+        for name in (policy, *speakers):
+            newest = self._num_updates.get(name, 0)
+            windows.append((max(newest - staleness, min(self._before.get(name, 0), newest)), newest))
+        self.windows[call] = min(oldest for oldest, _ in windows), max(newest for _, newest in windows)
 
     def updated(self, policy: str, call: int, step: int) -> None:
         self._num_updates[policy] = self._num_updates.get(policy, 0) + 1
@@ -412,6 +437,27 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Rollout:
+    """Episodes of an agent that does these acts."""
+
+    policy: int
+    dataset: int
+    count: int
+    n: int
+    agent: tuple[Act, ...]
+    longest: int = 90
+    """Tokens of a conversation."""
+    max_turns: int = 8
+    failed: Literal["mask", "zero", "raise"] = "mask"
+    returns: Literal["number", "parts", "named", "broken"] = "number"
+    """What the agent returns: its reward, with parts, one for each conversation, or on some rows no number."""
+    speaks: bool = False
+    """Whether another policy of the program may speak, if there is one."""
+    reads: bool = False
+    """Whether calls are read from what the model says, by a parser of the agent's own."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """`break` or `continue` of the loop over steps."""
 
@@ -442,8 +488,101 @@ Statement = (
     | Try
     | Refer
     | Compare
+    | Rollout
     | Leave
 )
+
+
+# ---- what agents do; a conversation is taken modulo the number of those that the act may use
+
+
+@dataclass(frozen=True)
+class Say:
+    """Say something, and have the model answer."""
+
+    chat: int
+    what: Literal["row", "random", "heard", "messages"]
+    longest: int
+    stops: bool = False
+    offers: bool = False
+    """Whether the model is given the tools."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A call of a tool."""
+
+    tool: int
+    wait: int = 0
+    """Milliseconds that it takes, if it does not fail."""
+    fits: bool = True
+    """Whether its arguments are those that the tool takes."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Call tools at once, and have the model go on with what they gave, or keep it from the model."""
+
+    chat: int
+    uses: tuple[Use, ...]
+    longest: int
+    is_told: bool = True
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Run the calls of the model's turns, as long as it makes any."""
+
+    chat: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Go on by what was heard, or by a random number."""
+
+    on: Literal["text", "tokens", "cut", "result", "random"]
+    then: tuple[Act, ...]
+    otherwise: tuple[Act, ...]
+
+
+@dataclass(frozen=True)
+class Times:
+    times: int
+    body: tuple[Act, ...]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Do two things at once, each in a conversation of its own."""
+
+    chat: int
+    apart: Literal["forked", "begun", "spoken"]
+    """Both go on from one conversation, begin a new one, or the second begins one in which another policy speaks."""
+    first: tuple[Act, ...]
+    second: tuple[Act, ...]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Catch what goes wrong, and do something else."""
+
+    body: tuple[Act, ...]
+    otherwise: tuple[Act, ...]
+
+
+@dataclass(frozen=True)
+class Fail:
+    how: Literal["raises", "fails", "times out", "is cancelled", "exits"]
+
+
+@dataclass(frozen=True)
+class Pause:
+    wait: int
+    """Milliseconds."""
+
+
+Act = Say | Work | Follow | Branch | Times | Gather | Attempt | Fail | Pause
 
 
 @dataclass(frozen=True)

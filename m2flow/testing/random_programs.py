@@ -285,6 +285,97 @@ def make_referring_program(draws: Draws) -> p.Program:
     )
 
 
+# ---- agents
+
+
+def _say(draws: Draws) -> p.Act:
+    return p.Say(
+        chat=_any(draws),
+        what=draws.choice(("row", "heard", "random", "messages")),
+        longest=draws.choice((4, 9, 2, 14)),
+        stops=draws.choice((False, False, True)),
+        offers=draws.choice((True, False)),
+    )
+
+
+def _use(draws: Draws) -> p.Use:
+    """Draw a call of a tool; few never end, since each of these takes its time."""
+    tool = draws.choice((0, 1, 2, 3, 0, 1, 2, 3, 4)) if draws.integer(0, 8) else 5
+    return p.Use(tool, wait=draws.choice((0, 0, 1, 2)), fits=draws.integer(0, 7) > 0)
+
+
+def _work(draws: Draws) -> p.Act:
+    uses = tuple(_use(draws) for _ in range(draws.integer(1, 3)))
+    return p.Work(_any(draws), uses, longest=draws.choice((5, 9)), is_told=draws.choice((True, True, False)))
+
+
+def _acts(draws: Draws, depth: int, most: int) -> tuple[p.Act, ...]:
+    return tuple(_act(draws, depth) for _ in range(draws.integer(1, most)))
+
+
+_TESTED: tuple[Literal["text", "tokens", "cut", "result", "random"], ...] = ("text", "tokens", "cut", "result", "random")
+_FAILS: tuple[Literal["raises", "fails", "times out", "is cancelled", "exits"], ...] = (
+    "raises",
+    "fails",
+    "times out",
+    "is cancelled",
+    "exits",
+)
+
+
+def _act(draws: Draws, depth: int) -> p.Act:
+    match draws.integer(0, 12 if depth else 8):
+        case 0 | 1 | 2:
+            return _say(draws)
+        case 3 | 4 | 5:
+            return _work(draws)
+        case 6:
+            return p.Follow(_any(draws), longest=draws.choice((4, 9)))
+        case 7:
+            return p.Pause(draws.integer(0, 3))
+        case 8:  # Most that fail do so on some rows only.
+            return p.Branch(draws.choice(_TESTED), (p.Fail(draws.choice(_FAILS)),), ())
+        case 9 | 10:
+            return p.Branch(draws.choice(_TESTED), _acts(draws, depth - 1, 2), _acts(draws, depth - 1, 2))
+        case 11:
+            apart: tuple[Literal["forked", "begun", "spoken"], ...] = ("forked", "begun", "spoken")
+            return p.Gather(_any(draws), draws.choice(apart), _acts(draws, depth - 1, 2), _acts(draws, depth - 1, 2))
+    if draws.integer(0, 1):
+        return p.Times(draws.integer(1, 3), _acts(draws, depth - 1, 2))
+    return p.Attempt(_acts(draws, depth - 1, 2), _acts(draws, depth - 1, 1))
+
+
+def _rollout(draws: Draws) -> p.Statement:
+    returns: tuple[Literal["number", "parts", "named", "broken"], ...] = ("number", "number", "parts", "named", "broken")
+    failed: tuple[Literal["mask", "zero", "raise"], ...] = ("mask", "zero")
+    return p.Rollout(
+        policy=_role(draws),
+        dataset=_role(draws),
+        count=draws.integer(1, 3),
+        n=draws.choice((2, 3, 1)),
+        agent=(_say(draws), *_acts(draws, 2, 4)),
+        longest=draws.choice((90, 60, 30)),
+        max_turns=draws.choice((8, 4)),
+        failed="raise" if draws.integer(0, 11) == 11 else draws.choice(failed),
+        returns=draws.choice(returns),
+        speaks=draws.choice((False, True)),
+        reads=draws.choice((False, True)),
+    )
+
+
+def make_agent_program(draws: Draws) -> p.Program:
+    """Draw a program in which random agents play, and what they said is trained."""
+    makers = (_rollout, *_PLAIN, _rollout, _rollout)
+    return p.Program(
+        num_policies=draws.integer(1, 2),
+        num_steps=draws.integer(1, 2),
+        before=_block(draws, makers, 1),
+        body=_body(draws, makers),
+        after=_block(draws, makers, 1),
+        staleness=draws.choice((0, 0, 1, 2)),
+    )
+
+
 ADVERSARIES = str(Path(__file__).with_name("fakes.py"))
 _OWN_QUEUES = ("round-robin", "group-round-robin", "least-loaded", "lpt", "split")
 _MORE_POLICIES = (
@@ -370,10 +461,10 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 
 # ---- cases
 
-Kind = Literal["plain", "raising", "timed", "catching", "referring"]
-KINDS: tuple[Kind, ...] = ("plain", "raising", "timed", "catching", "referring")
-"""Programs without errors, with functions that raise on some samples, whose result depends on time, which catch errors and go on, and
-which make references anew while they run."""
+Kind = Literal["plain", "raising", "timed", "catching", "referring", "agents"]
+KINDS: tuple[Kind, ...] = ("plain", "raising", "timed", "catching", "referring", "agents")
+"""Programs without errors, with functions that raise on some samples, whose result depends on time, which catch errors and go on, which
+make references anew while they run, and in which agents play."""
 DeviceSharing = Literal["apart", "lent", "ahead"]
 _DEVICE_SHARINGS: tuple[DeviceSharing, ...] = ("apart", "apart", "lent", "ahead")
 
@@ -384,6 +475,7 @@ _MAKERS: Mapping[Kind, Callable[[Draws], p.Program]] = {
     "timed": make_timed_program,
     "catching": make_catching_program,
     "referring": make_referring_program,
+    "agents": make_agent_program,
 }
 
 
@@ -447,7 +539,9 @@ def drawn_case(draws: Draws, kind: Kind, *, is_tight: bool = False, loses: bool 
     """Draw a case of a kind, with tight or ample channels, and with or without workers that die."""
     program = _MAKERS[kind](draws)
     spec = (make_tight_cluster if is_tight else make_cluster)(draws)
-    if draws.integer(0, 2) == 2:
+    if kind == "agents" and draws.integer(0, 1):  # Few others stop episodes midway and have them go on elsewhere.
+        spec = scheduled(spec, (f"{ADVERSARIES}:Adversary:seed={draws.integer(0, 1000)}",))
+    elif draws.integer(0, 2) == 2:
         spec = scheduled(spec, make_policies(draws), draws.choice(_PREDICTORS))
     return Case(
         program,
@@ -493,17 +587,18 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield dataclasses.replace(case, spec=scheduled(case.spec, ()))
 
 
-def _without_one(block: tuple[p.Statement, ...]) -> Iterator[tuple[p.Statement, ...]]:
-    """Yield a block without one of its statements, or with the body of one in its place, or with a smaller body."""
+def _without_one(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield a block without one of its statements, or acts, or with the body of one in its place, or with a smaller body."""
     for place, statement in enumerate(block):
         before, after = block[:place], block[place + 1 :]
         yield before + after
-        for name in ("body", "then", "otherwise"):
+        for name in ("body", "then", "otherwise", "first", "second", "agent"):
             inner = getattr(statement, name, ())
-            if inner:
-                yield before + inner + after
+            if isinstance(inner, tuple) and inner:
+                if name != "agent":
+                    yield before + inner + after
                 for fewer in _without_one(inner):
-                    yield (*before, dataclasses.replace(statement, **{name: fewer}), *after)  # type: ignore[arg-type]
+                    yield (*before, dataclasses.replace(statement, **{name: fewer}), *after)
 
 
 def beside_the_trainer(*names: str, **fields: Mapping[str, object]) -> Callable[[Plan], Plan]:
@@ -539,7 +634,7 @@ def difference(
     account = Account()
     flow = as_flow(program, account)
     planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, placed=placed, num_losses=num_losses)
-    if num_losses and planned.error.startswith(StateLost.__name__):
+    if num_losses and (planned.error.startswith(StateLost.__name__) or _lost_an_episode(planned)):
         return None
     wrong, lags, caught = account.wrong(planned), list(account.lags), list(account.caught)
     if wrong is not None:
@@ -552,6 +647,11 @@ def difference(
     if caught != account.caught and not eager.error:  # How far a run goes on after an error that it ends with depends on the plan.
         return f"caught: planned {_brief(caught, account.caught)}, eager {_brief(account.caught, caught)}"
     return difference_of(planned, eager)
+
+
+def _lost_an_episode(planned: Answer) -> bool:
+    """Whether a worker died while a tool ran for an episode that may not run twice."""
+    return "failed (lost)" in planned.error or any("lost" in detail for detail in planned.details.values())
 
 
 def eager_of(flow: Flow, spec: ClusterSpec, planned: Answer, *, seed: int = 0) -> tuple[Answer, Callable[[int], object]]:
@@ -576,7 +676,7 @@ def difference_of(planned: Answer, eager: Answer) -> str | None:
             return f"{name}: a sample was trained on twice in an epoch"
     if planned.error != eager.error:
         return f"planned ended with {planned.error or 'no error'!r}, eager with {eager.error or 'no error'!r}"
-    fields = ("samples", "rewards", "parts", "logs") if eager.error else ("samples", "rewards", "parts", "consumed", "logs", "weights")
+    fields = ["samples", "details", "rewards", "parts", "logs"] + (["consumed", "weights"] if not eager.error else [])
     for field in fields:
         ours, theirs = getattr(planned, field), getattr(eager, field)
         if eager.error and field != "logs":

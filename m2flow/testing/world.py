@@ -64,7 +64,7 @@ from m2flow.recipe import Model
 from m2flow.rollout_scheduling.policies import report_every, reports_of
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
-from m2flow.testing.programs import Answer, AnswerJournal, samples_of
+from m2flow.testing.programs import Answer, AnswerJournal
 
 # ---- random time-outs and failures
 
@@ -389,6 +389,7 @@ class World(Backend):
             return packed not in self._dropped and who.prompt <= self._discarded.get(who.call, who.prompt)
 
         self.answer.samples = {packed: sample for packed, sample in self.answer.samples.items() if counts(packed)}
+        self.answer.details = {packed: details for packed, details in self.answer.details.items() if counts(packed)}
         self.answer.decisions = {packed: version for packed, version in self.answer.decisions.items() if counts(packed)}
         self.answer.rewards = {key: value for key, value in self.answer.rewards.items() if counts(key[1])}
         self.answer.parts = {key: value for key, value in self.answer.parts.items() if counts(key[1])}
@@ -480,7 +481,7 @@ class World(Backend):
         for message in [message for message in messages if isinstance(message, m.Finished)]:
             if message.segment is not None and self._calls[message.call].engine == "rollout":
                 rows = read_segment(self._run_dir / "segments", message.segment).select(np.array(message.ids, np.int64))
-                self.answer.samples.update(samples_of(rows))
+                self.answer.generated(rows)
             if message.values:
                 self.answer.rewarded(message.call, message.ids, message.values, message.parts)
             if message.version_spans:

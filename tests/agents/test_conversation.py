@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
-from chat_codecs import CHATML, FAMILIES, MISTRAL, THINKING, codec_of
+from chat_codecs import BORDERS, CHATML, FAMILIES, MANNERS, MISTRAL, THINKING, codec_of, num_merged_otherwise, trained_codec_of
 from click.testing import CliRunner
 from tiny_models import byte_tokenizer
+from trained_tokenizers import trained_tokenizer
 
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import EpisodeFailed, ToolCall, family_of, parsed, shortened, tool
@@ -45,6 +47,45 @@ def test_the_tokens_of_a_conversation_are_those_that_the_template_would_write_at
         ids += conversation.followed(new)
         conversation.accepted(new)
         assert ids == codec.encode_target(codec.conversation(conversation.messages, [])), (number, role)
+
+
+@pytest.mark.parametrize(("name", "manner"), [(name, manner) for name, manners in MANNERS.items() for manner in manners])
+def test_of_tokenizers_that_merge_too_all_that_the_model_did_not_say_is_as_the_template_has_it(name, manner):
+    codec, dice, num_other = trained_codec_of(name, manner), random.Random(f"{name}, {manner}"), 0
+
+    def text(least: int) -> str:
+        return "".join(dice.choices(BORDERS, k=dice.randint(least, 3)))
+
+    for _ in range(40):
+        conversation = Conversation(codec, "fork")
+        ids = conversation.begun(f"?{text(0)}", [])
+        sampled = [False] * len(ids)
+        for _ in range(3):
+            role = "user" if name == "Gemma" else dice.choice(("tool", "user"))
+            end = {"tool": "<|observation|>", "user": "<|user|>"}[role] if name == "GLM" else ""
+            spoken = codec.decode(codec.encode_target(text(1))) or "a"
+            made, _ = said(codec, conversation, spoken, is_whole=dice.random() < 0.7, lead=LEADS.get(name, ""), end=end)
+            new = [{"role": role, "content": f"{text(0)}?{text(0)}", "tool_call_id": "call00000"}]
+            assert conversation.rewritten(new) is None
+            bridge = conversation.followed(new)
+            conversation.accepted(new)
+            ids, sampled = [*ids, *made, *bridge], [*sampled, *[True] * len(made), *[False] * len(bridge)]
+        whole = codec.encode_target(codec.conversation(conversation.messages, []))
+        num_other += num_merged_otherwise(codec, ids, sampled, whole)
+    speaks_after_text = name in ("Qwen2.5", "Qwen3", "Llama 3", "Gemma", "Phi")
+    assert (num_other > 5) == speaks_after_text, "what it said stays as sampled, where it would be merged with what is before it"
+    assert speaks_after_text or not num_other
+
+
+@pytest.mark.parametrize("manner", ["qwen", "llama2", "unigram", "gemma"])
+@pytest.mark.parametrize("added", ["and\nso", " and", "\n\nSo", "|a", "", "é"])
+def test_what_is_added_to_a_raw_text_gets_no_space_that_nobody_wrote(manner, added):
+    tokenizer = trained_tokenizer(manner, ["<eos>"], None)
+    codec = TextCodec(tokenizer, frozenset([0]), chat=False, template=ChatTemplate())
+    conversation = Conversation(codec)
+    ids = conversation.begun("2+2=", [])
+    made, _ = said(codec, conversation, "", is_whole=False)
+    assert codec.decode_all([*ids, *made, *conversation.followed([{"role": "user", "content": added}])]) == f"2+2={added}"
 
 
 def test_what_was_sampled_is_never_tokenised_again(tmp_path):

@@ -64,14 +64,30 @@ def episode(loop: object, body: object, bounds: Bounds | None = None) -> Generat
     return found
 
 
+@tool(replay="pure")
+def quits() -> str:
+    """Do as code of a model that ends the program."""
+    raise SystemExit("enough")
+
+
+@tool(replay="pure")
+async def gives_up() -> str:
+    """Wait for what is cancelled."""
+    task = asyncio.ensure_future(asyncio.sleep(30))
+    task.cancel()
+    await task
+    return ""
+
+
 @pytest.mark.parametrize(
-    ("name", "how"), [("sleepy", ""), ("fatal", "tool_failed"), ("gone", "tool_failed"), ("blocks", ""), ("nothing", "")]
+    ("name", "how"),
+    [("sleepy", ""), ("fatal", "tool_failed"), ("gone", "tool_failed"), ("blocks", ""), ("nothing", ""), ("quits", ""), ("gives_up", "")],
 )
 def test_a_tools_error_is_a_text_for_the_model_or_the_end_of_the_episode_as_declared(loop, name, how):
     said: list[str] = []
 
     async def body(chat: Chat, row: Sample) -> float:
-        await chat.say("?", tools=[sleepy, fatal, gone, blocks], max_tokens=3)
+        await chat.say("?", tools=[sleepy, fatal, gone, blocks, quits, gives_up], max_tokens=3)
         said.extend(one.text for one in await chat.run([ToolCall(name, {})]))
         return 1.0
 
@@ -193,9 +209,34 @@ async def asks_on(chat: Chat, row: Sample) -> float:
     return 1.0
 
 
+async def exits(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    raise SystemExit(2)
+
+
+async def exits_beside(chat: Chat, row: Sample) -> float:
+    async def other() -> None:
+        raise SystemExit(2)
+
+    await chat.say("?", max_tokens=3)
+    await asyncio.gather(other(), asyncio.sleep(0.01))
+    return 1.0
+
+
+async def awaits_what_is_cancelled(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    task = asyncio.ensure_future(asyncio.sleep(30))
+    task.cancel()
+    await task
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("body", "bounds", "how"),
     [
+        (exits, Bounds(8), "raised"),
+        (exits_beside, Bounds(8), "raised"),
+        (awaits_what_is_cancelled, Bounds(8), "raised"),
         (hangs, Bounds(8, timeout_s=0.05), "timed_out"),
         (raises, Bounds(8), "raised"),
         (returns_nan, Bounds(8), "invalid"),
@@ -323,6 +364,20 @@ def test_a_failed_episode_is_masked_raised_or_zero_and_counted_by_its_cause():
     eager, planned = run_eager(training, {"failed": "raise"}, SPEC), run_planned(training, {"failed": "raise"}, SPEC)
     assert eager.error == planned.error
     assert "failed (tool_failed): the machine is gone" in eager.error
+
+
+@flow
+def weighing() -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    rows = Dataset([{"prompt": f"{i}?"} for i in range(4)])
+    episodes = policy.rollout(sometimes, rows.take(4), n=4, max_tokens=20, failed="zero")
+    log(expected=episodes.reward.mean(), found=policy.update(episodes, advantages=episodes.reward - 1)["reward"])
+
+
+def test_a_failed_episode_that_is_zero_is_that_in_the_metrics_of_an_update_with_advantages_too():
+    logged = logs_of(run_eager(weighing, {}, SPEC))
+    assert logged["episodes/failed"] > 0
+    assert logged["found"] == pytest.approx(logged["expected"])
 
 
 @agent

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from chat_codecs import BORDERS, num_merged_otherwise
 from click.testing import CliRunner
 from tiny_models import byte_tokenizer
+from trained_tokenizers import Manner, trained_tokenizer
 
 from m2flow.agents.conversation import Conversation, rewrites
 from m2flow.agents.tools import ToolCall, before_calls, check_family, family_of, parsed
@@ -395,6 +398,40 @@ def test_tools_calls_and_results_are_the_tokens_that_the_template_would_write_at
         assert codec.decode_all(ids) == whole(codec, conversation)
         assert ids == codec.encode_target(whole(codec, conversation))
     assert codec.decode_all(ids).count("Add two numbers") <= 1, "tools are shown once"
+
+
+MANNERS: Mapping[str, Manner] = {
+    "Llama 3.2": "llama3",
+    "GLM-4.6": "llama3",
+    "Mistral 7B": "llama2",
+    "Mistral Small": "o200k",
+    "DeepSeek-V3": "deepseek",
+    "DeepSeek-V3.1": "deepseek",
+    "gpt-oss": "o200k",
+    "FunctionGemma": "gemma",
+}
+"""In whose manner a family has its tokenizer, where not in Qwen's."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_of_a_tokenizer_that_merges_too_tools_and_results_are_as_the_template_has_them(name: str) -> None:
+    model, dice = MODELS[name], random.Random(name)
+    special = model.special.split(" ")
+    tokenizer = trained_tokenizer(MANNERS.get(name, "qwen"), special, model.template)
+    ends = frozenset(map(tokenizer.convert_tokens_to_ids, special[: model.num_ends]))
+    codec = TextCodec(tokenizer, ends, chat=True, template=ChatTemplate())
+    for _ in range(12):
+        conversation = Conversation(codec)
+        ids = conversation.begun("How much is it?", [ADD])
+        sampled = [False] * len(ids)
+        for at in range(2 if model.rewrites else 4):
+            made, _, calls = heard(codec, conversation, name, at)
+            text = "".join(dice.choices(BORDERS, k=3))
+            new = [{**one, "content": f"{text}{one['content']}"} for one in results(calls)] or [{"role": "user", "content": f"?{text}"}]
+            bridge = conversation.followed(new)
+            conversation.accepted(new)
+            ids, sampled = [*ids, *made, *bridge], [*sampled, *[True] * len(made), *[False] * len(bridge)]
+            num_merged_otherwise(codec, ids, sampled, codec.encode_target(whole(codec, conversation)))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,9 +2,10 @@
 
 Random programs (`m2flow.testing.programs`) times random plans times random orders: calls of all granularities, several policies,
 effects, loops in loops, branches on what was looked at, filters, unions, refills, ops of several inputs, roles with a state, functions
-that raise, errors that are caught, references that are made anew. Where time is part of the meaning (older weights, late samples that
-are dropped or carried), eager is given what time decided, and the program itself counts which versions each sample may have. The cases
-are always the same ones; `--long` has more of them, and `make fuzz` draws new ones.
+that raise, errors that are caught, references that are made anew, agents that branch, work at once, fail and speak with each other.
+Where time is part of the meaning (older weights, late samples that are dropped or carried), eager is given what time decided, and the
+program itself counts which versions each sample may have. The cases are always the same ones; `--long` has more of them, and `make fuzz`
+draws new ones.
 """
 
 from __future__ import annotations
@@ -91,6 +92,12 @@ def test_a_random_program_that_makes_its_references_anew_compares_with_the_weigh
 
 @pytest.mark.timeout(0)
 @in_quarters
+def test_a_random_program_in_which_random_agents_play_gives_the_same_to_the_token(quarter, request):
+    check(request.config, "agents", quarter, NUM_CASES // 10)
+
+
+@pytest.mark.timeout(0)
+@in_quarters
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_random_program_whose_workers_die_and_come_back_gives_the_same(kind, quarter, request):
     check(request.config, kind, quarter, NUM_CASES // (10 if kind in KINDS[:3] else 30), loses=True)
@@ -102,8 +109,9 @@ def test_a_program_is_legal_however_it_was_drawn():
         program = drawn_case(Dice(f"legal, {number}"), KINDS[number % len(KINDS)]).program
         error = run_eager(as_flow(program), {}, SPEC).error
         is_users = program.fails and error.startswith(("RewardError", "OpError", "DatasetError"))
+        is_agents = error.startswith("OpError: the episode of sample")
         is_unplanned = error.startswith("PlanError: no worker has")  # A branch that the plan has not seen.
-        assert not error or is_users or is_unplanned or "only" in error, error
+        assert not error or is_users or is_agents or is_unplanned or "only" in error, error
 
 
 SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), functions=FunctionSpec())

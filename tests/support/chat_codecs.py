@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from tiny_models import byte_tokenizer
+from trained_tokenizers import Manner, trained_tokenizer
 
 from m2flow.engines.models.model_files import TextCodec
 from m2flow.recipe import ChatTemplate
@@ -64,6 +67,48 @@ FAMILIES = {
     "GLM": (GLM, ("<|user|>", "<|observation|>", "<|assistant|>", "[gMASK]", "<sop>"), "<|user|> <|observation|>"),
     "DeepSeek": (DEEPSEEK, ("<eos>", "<bos>", "<User>", "<Assistant>"), "<eos>"),
 }
+
+MANNERS: dict[str, tuple[Manner, ...]] = {
+    "Qwen2.5": ("qwen",),
+    "Qwen3": ("qwen",),
+    "Llama 3": ("llama3",),
+    "Mistral": ("llama2", "unigram", "o200k"),
+    "Gemma": ("gemma",),
+    "Phi": ("phi3", "o200k"),
+    "GLM": ("llama3",),
+    "DeepSeek": ("deepseek", "llama2"),
+}
+"""The tokenizers in whose manner models of a family have theirs."""
+
+
+def trained_codec_of(name: str, manner: Manner) -> TextCodec:
+    """Token ids and text of a family with a tokenizer that merges."""
+    template, special, eos = FAMILIES[name]
+    tokenizer = trained_tokenizer(manner, special, template)
+    return TextCodec(tokenizer, frozenset(map(tokenizer.convert_tokens_to_ids, eos.split())), chat=True, template=ChatTemplate())
+
+
+BORDERS = ("", " ", "\n", "\n\n", " a", "a ", "It's 4.\n\n", "  x", "\n\nSo", "12", "345", "é", "你", "<", "'s", "\t\t", "model\n")
+"""What a tokenizer merges with what stands before it or behind it, if that is text."""
+
+
+def num_merged_otherwise(codec: TextCodec, ids: Sequence[int], sampled: Sequence[bool], whole: Sequence[int]) -> int:
+    """Count the sections, from one special token to the next, in which what the model said is other tokens than the template's.
+
+    Raises:
+        AssertionError: sections in which the model said nothing differ, or those in which it spoke in more than white space.
+    """
+    ours, theirs = ([0, *(at for at, id in enumerate(of) if id in codec.special_ids and at), len(of)] for of in (ids, whole))
+    assert len(ours) == len(theirs)
+    count = 0
+    for (start, end), (first, last) in zip(pairwise(ours), pairwise(theirs), strict=True):
+        mine, other = list(ids[start:end]), list(whole[first:last])
+        count += mine != other
+        if any(sampled[start:end]):
+            assert "".join(codec.decode_all(mine).split()) == "".join(codec.decode_all(other).split())
+        else:
+            assert mine == other
+    return count
 
 
 def codec_of(folder: Path, name: str, *, merges: tuple[str, ...] = ()) -> TextCodec:

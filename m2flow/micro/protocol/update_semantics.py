@@ -237,7 +237,11 @@ class UpdateTally:
         self._groups.update(group_keys(batch.ids).tolist())
         self._sums.append(sums)
         if "reward" in batch and epoch == 0:
-            self._rewards.append(np.asarray(batch.dense("reward"), np.float64))
+            rewards = np.array(batch.dense("reward"), np.float64)
+            for row in np.flatnonzero(np.isnan(rewards)).tolist() if "failure" in batch else ():
+                if batch.ragged("failure").item(row):  # An episode that failed and counts.
+                    rewards[row] = 0.0
+            self._rewards.append(rewards)
 
     @property
     def is_stepped(self) -> bool:
