@@ -24,6 +24,10 @@ conversation may have (`max_turns`) has no calls either, so a loop over calls en
 
 An agent is repeated where its worker was lost: what it does must follow from its row, from what the model and the tools say, and from
 `chat.rng`. The clock and other random numbers do not.
+
+An eager run that repeats the decisions of another one (`Told`) does not call a tool whose result that one recorded: the result may be the
+clock's. Pure tools are called, and so are those that work on a resource which the agent is given, too, and would find as it was: another
+result than the recorded one ends the run.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import random
 import time
 import types
@@ -43,8 +48,8 @@ from typing import Any, NamedTuple, Protocol, final, overload
 from m2flow.agents.conversation import Conversation
 from m2flow.agents.tools import FAMILIES, EpisodeFailed, Family, MessagesRefused, Outcome, Parser, Tool, ToolCall, parameters
 from m2flow.engines.contract import Generated
-from m2flow.errors import DatasetError, OptionError
-from m2flow.recipe import Sampling, check_count
+from m2flow.errors import DatasetError, M2FlowError, OpError, OptionError, SpecError
+from m2flow.recipe import EpisodeFailure, Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits
 
 
@@ -181,6 +186,18 @@ class Known(NamedTuple):
     """None: it had begun."""
 
 
+class Told(NamedTuple):
+    """What is on record of an episode in the run whose decisions are repeated."""
+
+    sample: str
+    """Its identity."""
+    tools: Mapping[str, Mapping[str, Any]]
+    """Key of a tool call -> what it was, and what it gave, if it came to that."""
+    failure: str
+    """How it failed; empty if it did not."""
+    error: str
+
+
 Passed = Callable[[int, str, int, int, Mapping[str, object]], None]
 """Takes what passed in an episode and has ended: the episode, `turn` or `tool`, its start and end in ns, attributes of its span."""
 
@@ -286,6 +303,13 @@ class Table:
     """Conversations in which the model was asked for a turn."""
     has_old_resources: bool = False
     """A resource was used before, in the record: what it held is gone."""
+    told: Told | None = None
+    """What tools gave in another run, where this one repeats its decisions."""
+    shared: Sequence[type] = ()
+    """Resources that the agent is given."""
+    untouched: set[type] = field(default_factory=set)
+    """Resources for which tools were answered from that run, and which so are not as they were there."""
+    end_run: Callable[[M2FlowError], None] = not_recorded
 
     def take(self, name: str, parent: str, by: str) -> None:
         """Note a new conversation.
@@ -479,12 +503,41 @@ class Chat:
             raise EpisodeFailed("lost", f"what {found.name} works on was in a worker that was lost")
         if known is None:
             await self._link.began(key, call, has_effects=not is_pure, opens=bool(found.resources))
-        outcome = await self._called(found, arguments)
+        outcome = await (self._called(found, arguments) if self._table.told is None else self._told(found, call, arguments, key))
         if known is None or known.outcome is None:
             await self._link.returned(key, outcome, has_effects=not is_pure)
         elif outcome != known.outcome:
             raise EpisodeFailed("diverged", f"the tool {found.name}, which is declared pure, gave another result when it was repeated")
         return outcome
+
+    async def _told(self, found: Tool, call: ToolCall, arguments: Mapping[str, object], key: str) -> Outcome:
+        """What a tool gave in the run whose decisions are repeated, or gives now, where it may be called again."""
+        table = self._table
+        assert table.told is not None
+        kinds = {kind for _, kind in found.resources}
+        known = table.told.tools.get(key)
+        outcome = Outcome(str(known["result"]), bool(known["is_error"])) if known is not None and "result" in known else None
+        is_anew = (found.replay == "pure" or not kinds.isdisjoint(table.shared)) and kinds.isdisjoint(table.untouched)
+        if known is None and not is_anew and not table.told.failure:
+            self._ends_run(SpecError, f"the tool {found.name} is called, and the record of decisions has no such call", _OTHER_FLOW)
+        if known is not None and (then := _shown(known["name"], known["arguments"])) != (now := _shown(call.name, call.arguments)):
+            self._ends_run(SpecError, f"the agent calls {now}, and in the record of decisions {then}", _OTHER_FLOW)
+        if is_anew and outcome != found.overdue:  # Time has decided that.
+            gave = await self._called(found, arguments)
+            if outcome is not None and gave != outcome:
+                said = f"the tool {found.name} gave {gave.text!r:.200}, and {outcome.text!r:.200} in the run whose decisions are repeated"
+                self._ends_run(OpError, said, 'Declare it @tool(replay="recorded"): its result does not depend on its arguments alone.')
+            return gave
+        table.untouched |= kinds
+        if outcome is None:
+            raise EpisodeFailed(typing.cast(EpisodeFailure, table.told.failure or "tool_failed"), table.told.error)
+        return outcome
+
+    def _ends_run(self, kind: type[M2FlowError], what: str, now: str) -> typing.NoReturn:
+        assert self._table.told is not None
+        what = f"sample {self._table.told.sample}: {what}"
+        self._table.end_run(kind(what, now=now))
+        raise EpisodeFailed("diverged", what)
 
     async def _called(self, found: Tool, arguments: Mapping[str, object]) -> Outcome:
         """Run a tool, and have it recorded."""
@@ -628,6 +681,13 @@ class Chat:
     def texts_of(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
         return self._conversation.texts_of(tokens)
+
+
+_OTHER_FLOW = "The record must be of a run of this flow, with the same options and seed."
+
+
+def _shown(name: str, arguments: Mapping[str, object]) -> str:
+    return f"{name}({json.dumps(dict(arguments))})"
 
 
 def _messages(new: str | Sequence[Message]) -> list[Message]:

@@ -596,6 +596,21 @@ class Transcript:
     def num_sampled(self) -> int:
         return sum(strand.num_sampled for strand in self.strands)
 
+    @property
+    def end(self) -> tuple[Finish, str]:
+        """Finish and text of the last turn: of the first conversation, or of the last one if nothing was said in that."""
+        said = [strand.turns for strand in self.strands if strand.turns]
+        of_first = [strand.turns for strand in self.conversations.get(MAIN, []) if strand.turns]
+        last: Any = (of_first or said)[-1][-1] if said else {"finish": Finish.STOP, "text": ""}
+        return Finish(last["finish"]), str(last["text"])
+
+    def copy(self) -> Transcript:
+        """One to which sequences and tool calls can be added without changing this one."""
+        found = Transcript()
+        found.tools, found.point, found.row = dict(self.tools), self.point, self.row
+        found.conversations = {name: list(strands) for name, strands in self.conversations.items()}
+        return found
+
     def admitted(self, asked: Asked) -> Strand:
         """Add what comes before a turn of a conversation; returns its sequence."""
         of = self.conversations.setdefault(asked.name, [])

@@ -50,7 +50,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
-from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
+from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, Told, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.remote_speakers import RemoteSpeaker
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall
@@ -86,6 +86,7 @@ class EpisodeStart:
     stopped: Transcript | None = None
     branch: str = ""
     """A word that the random numbers of turns depend on, too, where an episode goes another way than its record."""
+    told: Told | None = None
 
 
 @dataclass(eq=False)
@@ -268,6 +269,9 @@ class _Episode:
                     stop_of={name: own.stop for name, own in bounds.drawn_by},
                     make=lambda by: Conversation(self.host.engine_of(self, by).language, bounds.history, agent.tool_calls),
                     speakers=[name for name, _ in bounds.speakers],
+                    told=self.start.told,
+                    shared=[kind for _, kind in agent.resources],
+                    end_run=self.host.end_run,
                 )
                 chat = Chat(table, table.make(""), MAIN)
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
@@ -606,6 +610,14 @@ class Episodes:
         if not self._has_posted.is_set():  # It is cleared before what was posted is read.
             self._has_posted.set()
 
+    def end_run(self, error: M2FlowError) -> None:
+        """Have the worker's thread raise an error. Any thread may call this."""
+
+        def fail() -> None:
+            raise error
+
+        self.post(fail)
+
     def show(self, packed: int, trace: str) -> None:
         """Print the first few errors of agents."""
         self._num_shown += 1
@@ -781,11 +793,7 @@ class Episodes:
             self.drop_turn(episode, episode.waiting)
         self._forget(episode.id, is_over=True)
         self._urgent.pop(episode.id, None)
-        strands = episode.transcript.strands
-        said = [strand.turns for strand in strands if strand.turns]
-        of_first = [strand.turns for strand in episode.transcript.conversations.get(MAIN, []) if strand.turns]
-        last: Any = (of_first or said)[-1][-1] if said else {"finish": Finish.STOP, "text": ""}
-        made = episode.transcript.generated(episode.id, Finish(last["finish"]), str(last["text"]), columns)
+        made = episode.transcript.generated(episode.id, *episode.transcript.end, columns)
         record: Any = made.columns["episode"]
         if speakers := episode.start.bounds.speakers:
             record = {**record, "speakers": dict(speakers)}
@@ -906,10 +914,7 @@ class Episodes:
 
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
         """The row of an episode that is not over. A conversation that has not caught up with its record is what that says."""
-        so_far = Transcript()
-        so_far.tools, so_far.point, so_far.row = dict(episode.transcript.tools), episode.transcript.point, episode.transcript.row
-        for name, strands in episode.transcript.conversations.items():
-            so_far.conversations[name] = list(strands)
+        so_far = episode.transcript.copy()
         if turn is not None and episode.waiting is not None and episode.waiting.strand is not None:
             so_far.conversations[episode.waiting.asked.name][-1] = episode.waiting.strand.with_turn(turn)
         for name in episode.recorded:
