@@ -310,6 +310,8 @@ class Table:
     untouched: set[type] = field(default_factory=set)
     """Resources for which tools were answered from that run, and which so are not as they were there."""
     end_run: Callable[[M2FlowError], None] = not_recorded
+    is_branch: bool = False
+    """Whether the episode goes on from a turn of another."""
 
     def take(self, name: str, parent: str, by: str) -> None:
         """Note a new conversation.
@@ -496,11 +498,13 @@ class Chat:
             if known.outcome is None:
                 raise EpisodeFailed("lost", f"the tool {found.name} had begun when its worker was lost, and may not run twice")
             self._table.has_old_resources |= bool(found.resources)
+            if any(kind in self._table.shared for _, kind in found.resources):
+                self._lost(found)
             return known.outcome
         if known is not None and known.outcome is not None and not found.resources:
             return known.outcome
         if found.resources and (self._table.has_old_resources or (known is None and self._link.lost_resources)):
-            raise EpisodeFailed("lost", f"what {found.name} works on was in a worker that was lost")
+            self._lost(found)
         if known is None:
             await self._link.began(key, call, has_effects=not is_pure, opens=bool(found.resources))
         outcome = await (self._called(found, arguments) if self._table.told is None else self._told(found, call, arguments, key))
@@ -509,6 +513,15 @@ class Chat:
         elif outcome != known.outcome:
             raise EpisodeFailed("diverged", f"the tool {found.name}, which is declared pure, gave another result when it was repeated")
         return outcome
+
+    def _lost(self, found: Tool) -> typing.NoReturn:
+        """End an episode whose resources are not where its record left them; of a branch, which would always be so, the run."""
+        names = " and ".join(kind.__name__ for _, kind in found.resources)
+        if self._table.is_branch:
+            what = f"{names}, which the tool {found.name} works on, can't be brought to where it was in the turn of a branch"
+            now = 'Declare tools that only change such resources @tool(replay="pure"): they are run again. Or branch before they are used.'
+            self._table.end_run(OpError(what, now=now))
+        raise EpisodeFailed("lost", f"what {found.name} works on was in a worker that was lost")
 
     async def _told(self, found: Tool, call: ToolCall, arguments: Mapping[str, object], key: str) -> Outcome:
         """What a tool gave in the run whose decisions are repeated, or gives now, where it may be called again."""

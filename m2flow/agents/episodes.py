@@ -124,18 +124,17 @@ class _Episode:
         self.start = start
         self.id = start.request.id
         self.transcript = Transcript()
-        stopped = start.stopped.conversations if start.stopped is not None else {}
+        stopped = start.stopped or Transcript()
         # One that was stopped before its first turn has a row without a token.
-        self.recorded = {name: Recorded(strands) for name, strands in stopped.items() if strands[0].tokens}
+        self.recorded = {name: Recorded(strands) for name, strands in stopped.conversations.items() if strands[0].tokens}
         """The conversations that have not caught up with their record yet."""
-        self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
-        self.kept_turns = start.stopped.kept_turns if start.stopped is not None else None
+        self.known_tools, self.kept_turns = dict(stopped.tools), stopped.kept_turns
         self.used_tools: dict[str, dict[str, object]] = {}
         """What a branch's agent has asked for of the record."""
-        if start.stopped is not None and self.kept_turns is None:
+        if self.kept_turns is None:
             self.transcript.tools = dict(self.known_tools)
-        self.transcript.point = start.stopped.point if start.stopped is not None else None
-        self.transcript.row = start.row.id.pack()
+        self.transcript.point, self.transcript.row = stopped.point, start.row.id.pack()
+        self.transcript.order = None if stopped.order is None else []
         self.waiting: _Turn | None = None
         """The turn that an engine works on."""
         self.queued: deque[_Turn] = deque()
@@ -143,7 +142,7 @@ class _Episode:
         self.occurrences: Counter[int] = Counter()
         self.num_effects = 0
         """Tools with effects that run now."""
-        num_recorded = sum(len(strands[-1].tokens) for strands in stopped.values() if strands)
+        num_recorded = sum(len(strands[-1].tokens) for strands in stopped.conversations.values() if strands)
         self.num_tokens = max(num_recorded, _size_of(start.request.prompt))
         """About the tokens of the context that its next turn follows."""
         self.task: asyncio.Task[None] | None = None
@@ -272,6 +271,7 @@ class _Episode:
                     told=self.start.told,
                     shared=[kind for _, kind in agent.resources],
                     end_run=self.host.end_run,
+                    is_branch=self.kept_turns is not None,
                 )
                 chat = Chat(table, table.make(""), MAIN)
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
@@ -629,6 +629,8 @@ class Episodes:
         if self._episodes.get(episode.id) is not episode or turn.answer.cancelled():
             return
         asked = turn.asked
+        if episode.waiting is not None or episode.queued:
+            episode.transcript.order = None
         strands = episode.transcript.conversations.get(asked.name, [])
         context = (*(() if asked.begins else strands[-1].tokens), *asked.ids)
         path = (Strand(asked.name) if asked.begins else strands[-1]).path(asked.ids)
@@ -745,7 +747,7 @@ class Episodes:
 
     def _answered(self, turn: _Turn, made: Generated, kind: Segment = Segment.GENERATED, *, is_known: bool = False) -> None:
         assert turn.strand is not None
-        turn.strand.append_turn(made, kind=kind)
+        turn.episode.transcript.ended(turn.strand, made, kind)
         turn.episode.host._changed.add(turn.episode.id)
         had = len(made.tokens) if is_known else len(_request_of(turn).prefix)
         reply = Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist(), had, made.num_cached, time.monotonic_ns())
@@ -769,7 +771,7 @@ class Episodes:
         elif turn is episode.waiting:
             for made in self._given_up([turn]).values():
                 if turn.strand is not None:
-                    turn.strand.append_turn(made)
+                    episode.transcript.ended(turn.strand, made)
                     self._changed.add(episode.id)
             episode.waiting = None
             self._go_on(episode)
@@ -919,7 +921,7 @@ class Episodes:
             so_far.conversations[episode.waiting.asked.name][-1] = episode.waiting.strand.with_turn(turn)
         for name in episode.recorded:
             assert episode.start.stopped is not None
-            so_far.conversations[name] = episode.start.stopped.conversations[name]
+            so_far.conversations[name], so_far.order = episode.start.stopped.conversations[name], episode.start.stopped.order
         return so_far.generated(episode.id, Finish.ABORT, "", {})
 
     def progress(self) -> dict[int, int]:
