@@ -40,7 +40,8 @@ import random
 import time
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, overload
@@ -312,6 +313,21 @@ class Table:
     end_run: Callable[[M2FlowError], None] = not_recorded
     is_branch: bool = False
     """Whether the episode goes on from a turn of another."""
+    at_once: Callable[[], None] = not_recorded
+    """Is called where two conversations are at work at the same time."""
+    at_work: Counter[str] = field(default_factory=Counter)
+    """The conversations of which a turn or a tool is waited for. Seen from here, as the agent asks, it does not depend on time."""
+
+    @contextlib.contextmanager
+    def working(self, name: str) -> Iterator[None]:
+        """Note that something of a conversation is waited for."""
+        self.at_work[name] += 1
+        if len(+self.at_work) > 1:
+            self.at_once()
+        try:
+            yield
+        finally:
+            self.at_work[name] -= 1
 
     def take(self, name: str, parent: str, by: str) -> None:
         """Note a new conversation.
@@ -463,12 +479,13 @@ class Chat:
 
     async def reply(self, calls: Sequence[ToolCall], *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """Run these calls, all at once, and have the model go on with their results. `max_tokens` and `stop` as in `say`."""
-        outcomes = await self.run(calls)
-        results = [
-            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self._conversation.defused(outcome.text)}
-            for call, outcome in zip(calls, outcomes, strict=True)
-        ]
-        return await self._turn(results, max_tokens, stop)
+        with self._table.working(self.name):
+            outcomes = await self.run(calls)
+            results = [
+                {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self._conversation.defused(outcome.text)}
+                for call, outcome in zip(calls, outcomes, strict=True)
+            ]
+            return await self._turn(results, max_tokens, stop)
 
     async def run(self, calls: Sequence[ToolCall]) -> list[Outcome]:
         """Run calls, all at once, and return what came of each, in their order, without telling the model."""
@@ -477,7 +494,8 @@ class Chat:
         own = "" if self.name == MAIN else f"{self.name}: "
         tasks = [asyncio.ensure_future(self._run(call, f"{own}{number}.{at}")) for at, call in enumerate(calls)]
         try:
-            return list(await asyncio.gather(*tasks))
+            with self._table.working(self.name):
+                return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -612,7 +630,8 @@ class Chat:
             check_count("max_tokens", max_tokens)
         self._is_busy = True
         try:
-            return await self._next(new, max_tokens, texts)
+            with self._table.working(self.name):
+                return await self._next(new, max_tokens, texts)
         finally:
             self._is_busy = False
 

@@ -627,6 +627,10 @@ class Transcript:
         of[-1].append(asked.ids)
         return of[-1]
 
+    def lose_order(self) -> None:
+        """Note that something goes on in two conversations at the same time: the order of turns is not the agent's."""
+        self.order = None
+
     def ended(self, strand: Strand, turn: Generated, kind: Segment = Segment.GENERATED) -> None:
         """Add what the model said in a turn that is over."""
         strand.append_turn(turn, kind=kind)

@@ -272,6 +272,7 @@ class _Episode:
                     shared=[kind for _, kind in agent.resources],
                     end_run=self.host.end_run,
                     is_branch=self.kept_turns is not None,
+                    at_once=lambda: self.host.post(self.transcript.lose_order),
                 )
                 chat = Chat(table, table.make(""), MAIN)
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
@@ -629,8 +630,6 @@ class Episodes:
         if self._episodes.get(episode.id) is not episode or turn.answer.cancelled():
             return
         asked = turn.asked
-        if episode.waiting is not None or episode.queued:
-            episode.transcript.order = None
         strands = episode.transcript.conversations.get(asked.name, [])
         context = (*(() if asked.begins else strands[-1].tokens), *asked.ids)
         path = (Strand(asked.name) if asked.begins else strands[-1]).path(asked.ids)

@@ -210,8 +210,16 @@ async def at_once(chat: Chat, row: Sample) -> float:
     return 0.0
 
 
-def test_turns_that_were_taken_at_the_same_time_have_no_order_to_branch_by():
-    branching = looks_at_branches_of(at_once, 1, max_conversations=2)
+@agent
+async def beside_a_tool(chat: Chat, row: Sample) -> float:
+    await chat.say(str(row.prompt), tools=[pay], max_tokens=4)
+    await asyncio.gather(chat.conversation("other").say("b", max_tokens=4), chat.run([ToolCall("pay", {"what": "a"})]))
+    return 0.0
+
+
+@pytest.mark.parametrize("of", [at_once, beside_a_tool])
+def test_turns_that_were_taken_at_the_same_time_have_no_order_to_branch_by(of):
+    branching = looks_at_branches_of(of, 1, max_conversations=2)
     eager, planned = run_eager(branching, {}, SPEC), run_planned(branching, {}, SPEC)  # type: ignore[arg-type]
     assert "turns of episode p0/0 were taken at the same time" in eager.error
     assert planned.error == eager.error
