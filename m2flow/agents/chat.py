@@ -24,6 +24,10 @@ conversation may have (`max_turns`) has no calls either, so a loop over calls en
 
 An agent is repeated where its worker was lost: what it does must follow from its row, from what the model and the tools say, and from
 `chat.rng`. The clock and other random numbers do not.
+
+An eager run that repeats the decisions of another one (`Told`) does not call a tool whose result that one recorded: the result may be the
+clock's. Pure tools are called, and so are those that work on a resource which the agent is given, too, and would find as it was: another
+result than the recorded one ends the run.
 """
 
 from __future__ import annotations
@@ -31,11 +35,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import random
 import time
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, overload
@@ -54,8 +60,8 @@ from m2flow.agents.tools import (
     parameters,
 )
 from m2flow.engines.contract import Generated
-from m2flow.errors import DatasetError, OptionError
-from m2flow.recipe import Sampling, check_count
+from m2flow.errors import DatasetError, M2FlowError, OpError, OptionError, SpecError
+from m2flow.recipe import EpisodeFailure, Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits
 
 
@@ -192,6 +198,18 @@ class Known(NamedTuple):
     """None: it had begun."""
 
 
+class Told(NamedTuple):
+    """What is on record of an episode in the run whose decisions are repeated."""
+
+    sample: str
+    """Its identity."""
+    tools: Mapping[str, Mapping[str, Any]]
+    """Key of a tool call -> what it was, and what it gave, if it came to that."""
+    failure: str
+    """How it failed; empty if it did not."""
+    error: str
+
+
 Passed = Callable[[int, str, int, int, Mapping[str, object]], None]
 """Takes what passed in an episode and has ended: the episode, `turn` or `tool`, its start and end in ns, attributes of its span."""
 
@@ -297,6 +315,30 @@ class Table:
     """Conversations in which the model was asked for a turn."""
     has_old_resources: bool = False
     """A resource was used before, in the record: what it held is gone."""
+    told: Told | None = None
+    """What tools gave in another run, where this one repeats its decisions."""
+    shared: Sequence[type] = ()
+    """Resources that the agent is given."""
+    untouched: set[type] = field(default_factory=set)
+    """Resources for which tools were answered from that run, and which so are not as they were there."""
+    end_run: Callable[[M2FlowError], None] = not_recorded
+    is_branch: bool = False
+    """Whether the episode goes on from a turn of another."""
+    at_once: Callable[[], None] = not_recorded
+    """Is called where two conversations are at work at the same time."""
+    at_work: Counter[str] = field(default_factory=Counter)
+    """The conversations of which a turn or a tool is waited for. Seen from here, as the agent asks, it does not depend on time."""
+
+    @contextlib.contextmanager
+    def working(self, name: str) -> Iterator[None]:
+        """Note that something of a conversation is waited for."""
+        self.at_work[name] += 1
+        if len(+self.at_work) > 1:
+            self.at_once()
+        try:
+            yield
+        finally:
+            self.at_work[name] -= 1
 
     def take(self, name: str, parent: str, by: str) -> None:
         """Note a new conversation.
@@ -448,12 +490,13 @@ class Chat:
 
     async def reply(self, calls: Sequence[ToolCall], *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """Run these calls, all at once, and have the model go on with their results. `max_tokens` and `stop` as in `say`."""
-        outcomes = await self.run(calls)
-        results = [
-            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self._conversation.defused(outcome.text)}
-            for call, outcome in zip(calls, outcomes, strict=True)
-        ]
-        return await self._turn(results, max_tokens, stop)
+        with self._table.working(self.name):
+            outcomes = await self.run(calls)
+            results = [
+                {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self._conversation.defused(outcome.text)}
+                for call, outcome in zip(calls, outcomes, strict=True)
+            ]
+            return await self._turn(results, max_tokens, stop)
 
     async def run(self, calls: Sequence[ToolCall]) -> list[Outcome]:
         """Run calls, all at once, and return what came of each, in their order, without telling the model."""
@@ -462,7 +505,8 @@ class Chat:
         own = "" if self.name == MAIN else f"{self.name}: "
         tasks = [asyncio.ensure_future(self._run(call, f"{own}{number}.{at}")) for at, call in enumerate(calls)]
         try:
-            return list(await asyncio.gather(*tasks))
+            with self._table.working(self.name):
+                return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -483,19 +527,59 @@ class Chat:
             if known.outcome is None:
                 raise EpisodeFailed("lost", f"the tool {found.name} had begun when its worker was lost, and may not run twice")
             self._table.has_old_resources |= bool(found.resources)
+            if any(kind in self._table.shared for _, kind in found.resources):
+                self._lost(found)
             return known.outcome
         if known is not None and known.outcome is not None and not found.resources:
             return known.outcome
         if found.resources and (self._table.has_old_resources or (known is None and self._link.lost_resources)):
-            raise EpisodeFailed("lost", f"what {found.name} works on was in a worker that was lost")
+            self._lost(found)
         if known is None:
             await self._link.began(key, call, has_effects=not is_pure, opens=bool(found.resources))
-        outcome = await self._called(found, arguments)
+        outcome = await (self._called(found, arguments) if self._table.told is None else self._told(found, call, arguments, key))
         if known is None or known.outcome is None:
             await self._link.returned(key, outcome, has_effects=not is_pure)
         elif outcome != known.outcome:
             raise EpisodeFailed("diverged", f"the tool {found.name}, which is declared pure, gave another result when it was repeated")
         return outcome
+
+    def _lost(self, found: Tool) -> typing.NoReturn:
+        """End an episode whose resources are not where its record left them; of a branch, which would always be so, the run."""
+        names = " and ".join(kind.__name__ for _, kind in found.resources)
+        if self._table.is_branch:
+            what = f"{names}, which the tool {found.name} works on, can't be brought to where it was in the turn of a branch"
+            now = 'Declare tools that only change such resources @tool(replay="pure"): they are run again. Or branch before they are used.'
+            self._table.end_run(OpError(what, now=now))
+        raise EpisodeFailed("lost", f"what {found.name} works on was in a worker that was lost")
+
+    async def _told(self, found: Tool, call: ToolCall, arguments: Mapping[str, object], key: str) -> Outcome:
+        """What a tool gave in the run whose decisions are repeated, or gives now, where it may be called again."""
+        table = self._table
+        assert table.told is not None
+        kinds = {kind for _, kind in found.resources}
+        known = table.told.tools.get(key)
+        outcome = Outcome(str(known["result"]), bool(known["is_error"])) if known is not None and "result" in known else None
+        is_anew = (found.replay == "pure" or not kinds.isdisjoint(table.shared)) and kinds.isdisjoint(table.untouched)
+        if known is None and not is_anew and not table.told.failure:
+            self._ends_run(SpecError, f"the tool {found.name} is called, and the record of decisions has no such call", _OTHER_FLOW)
+        if known is not None and (then := _shown(known["name"], known["arguments"])) != (now := _shown(call.name, call.arguments)):
+            self._ends_run(SpecError, f"the agent calls {now}, and in the record of decisions {then}", _OTHER_FLOW)
+        if is_anew and outcome != found.overdue:  # Time has decided that.
+            gave = await self._called(found, arguments)
+            if outcome is not None and gave != outcome:
+                said = f"the tool {found.name} gave {gave.text!r:.200}, and {outcome.text!r:.200} in the run whose decisions are repeated"
+                self._ends_run(OpError, said, 'Declare it @tool(replay="recorded"): its result does not depend on its arguments alone.')
+            return gave
+        table.untouched |= kinds
+        if outcome is None:
+            raise EpisodeFailed(typing.cast(EpisodeFailure, table.told.failure or "tool_failed"), table.told.error)
+        return outcome
+
+    def _ends_run(self, kind: type[M2FlowError], what: str, now: str) -> typing.NoReturn:
+        assert self._table.told is not None
+        what = f"sample {self._table.told.sample}: {what}"
+        self._table.end_run(kind(what, now=now))
+        raise EpisodeFailed("diverged", what)
 
     async def _called(self, found: Tool, arguments: Mapping[str, object]) -> Outcome:
         """Run a tool, and have it recorded."""
@@ -557,7 +641,8 @@ class Chat:
             check_count("max_tokens", max_tokens)
         self._is_busy = True
         try:
-            return await self._next(new, max_tokens, texts)
+            with self._table.working(self.name):
+                return await self._next(new, max_tokens, texts)
         finally:
             self._is_busy = False
 
@@ -639,6 +724,13 @@ class Chat:
     def texts_of(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
         return self._conversation.texts_of(tokens)
+
+
+_OTHER_FLOW = "The record must be of a run of this flow, with the same options and seed."
+
+
+def _shown(name: str, arguments: Mapping[str, object]) -> str:
+    return f"{name}({json.dumps(dict(arguments))})"
 
 
 def _messages(new: str | Sequence[Message]) -> list[Message]:

@@ -42,7 +42,7 @@ import math
 import typing
 import weakref
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -496,6 +496,20 @@ class Strand:
             copy.append_turn(turn, is_over=False)
         return copy
 
+    def shared(self, num_turns: int) -> Strand:
+        """A copy up to the end of so many turns, or of the last one, as an episode has it that shares these."""
+        copy, at = Strand(self.name, self.prompt_text, self.parent, self.by), 0
+        num = min(num_turns, len(self.turns))
+        for kind, count in self.segments:
+            if len(copy.turns) == num:
+                break
+            is_turn = kind in (Segment.GENERATED, Segment.SHARED)
+            copy.extend(Segment.SHARED if is_turn else kind, self.tokens[at : at + count], *not_sampled(count))
+            at += count
+            if is_turn:
+                copy.turns.append(self.turns[len(copy.turns)])
+        return copy
+
     @property
     def described(self) -> dict[str, object]:
         """What the record says of it beside its turns."""
@@ -539,6 +553,8 @@ class Transcript:
         """Turns of a branch's record after which the episode goes another way, so what tools gave later is not known."""
         self.point: BranchPoint | None = None
         """Where a branch left its parent."""
+        self.order: list[str] | None = []
+        """The conversation of each whole turn, as they were taken. None: some were taken at the same time, or the record does not say."""
         self.row: int | None = None
         """Identity of the row that its agent is given, in branches and wherever it goes on too; None: its record does not say."""
 
@@ -560,36 +576,26 @@ class Transcript:
         return seed if self.point is None else self.point.rng_seed
 
     def before(self, turn: int) -> Transcript:
-        """The record up to the turn of this number, from 1, of an episode of one conversation: what an episode that branches there shares.
+        """The record up to the turn of this number, from 1, as the turns were taken: what an episode that branches there shares.
 
         Raises:
-            ValueError: it has no such turn, or several conversations.
+            ValueError: it has no such turn, or turns that were taken at the same time.
         """
-        if set(self.conversations) - {MAIN}:
-            raise ValueError(f"it has several conversations: {', '.join(sorted(self.conversations))}")
-        strands = self.conversations.get(MAIN, [])
-        num_turns = sum(len(strand.turns) for strand in strands)
-        if not 1 <= turn <= num_turns:
-            raise ValueError(f"it has turns 1 to {num_turns}")
-        found, left = Transcript(), turn - 1
-        found.tools, found.kept_turns, found.point, found.row = self.tools, left, self.point, self.row
-        kept = found.conversations[MAIN] = []
-        for strand in strands:
-            if not left:
-                break
-            copy, at, num = Strand(strand.name, strand.prompt_text, strand.parent, strand.by), 0, min(left, len(strand.turns))
-            for kind, count in strand.segments:
-                if len(copy.turns) == num:
-                    break
-                is_turn = kind in (Segment.GENERATED, Segment.SHARED)
-                copy.extend(Segment.SHARED if is_turn else kind, strand.tokens[at : at + count], *not_sampled(count))
-                at += count
-                if is_turn:
-                    copy.turns.append(strand.turns[len(copy.turns)])
-            kept.append(copy)
-            left -= num
-        if not kept:
-            del found.conversations[MAIN]
+        if self.order is None:
+            raise ValueError(
+                f"turns of {', '.join(sorted(self.conversations))} were taken at the same time, so none of them is turn {turn}"
+            )
+        if not 1 <= turn <= len(self.order):
+            raise ValueError(f"it has turns 1 to {len(self.order)}")
+        found, left = Transcript(), Counter(self.order[: turn - 1])
+        found.tools, found.kept_turns, found.point, found.row = self.tools, turn - 1, self.point, self.row
+        found.order = self.order[: turn - 1]
+        for name in left:
+            kept = found.conversations[name] = []
+            for strand in self.conversations[name]:
+                if left[name]:
+                    kept.append(strand.shared(left[name]))
+                    left[name] -= len(kept[-1].turns)
         return found
 
     @classmethod
@@ -613,6 +619,8 @@ class Transcript:
                 found.conversations.setdefault(strand.name, []).append(strand)
             strand.extend(Segment(kind), *(column[at : at + count] for column in columns))
             at += count
+        is_one = set(found.conversations) <= {MAIN}
+        found.order = record.get("order", [MAIN] * len(record["turns"]) if is_one else None)
         return found
 
     @property
@@ -626,6 +634,21 @@ class Transcript:
     def num_sampled(self) -> int:
         return sum(strand.num_sampled for strand in self.strands)
 
+    @property
+    def end(self) -> tuple[Finish, str]:
+        """Finish and text of the last turn: of the first conversation, or of the last one if nothing was said in that."""
+        said = [strand.turns for strand in self.strands if strand.turns]
+        of_first = [strand.turns for strand in self.conversations.get(MAIN, []) if strand.turns]
+        last: Any = (of_first or said)[-1][-1] if said else {"finish": Finish.STOP, "text": ""}
+        return Finish(last["finish"]), str(last["text"])
+
+    def copy(self) -> Transcript:
+        """One to which sequences and tool calls can be added without changing this one."""
+        found = Transcript()
+        found.tools, found.point, found.row, found.order = dict(self.tools), self.point, self.row, self.order
+        found.conversations = {name: list(strands) for name, strands in self.conversations.items()}
+        return found
+
     def admitted(self, asked: Asked) -> Strand:
         """Add what comes before a turn of a conversation; returns its sequence."""
         of = self.conversations.setdefault(asked.name, [])
@@ -633,6 +656,16 @@ class Transcript:
             of.append(Strand(asked.name, asked.prompt_text, asked.parent, asked.by))
         of[-1].append(asked.ids)
         return of[-1]
+
+    def lose_order(self) -> None:
+        """Note that something goes on in two conversations at the same time: the order of turns is not the agent's."""
+        self.order = None
+
+    def ended(self, strand: Strand, turn: Generated, kind: Segment = Segment.GENERATED) -> None:
+        """Add what the model said in a turn that is over."""
+        strand.append_turn(turn, kind=kind)
+        if self.order is not None:
+            self.order.append(strand.name)
 
     def generated(self, packed: int, finish: Finish, text: str, columns: Mapping[str, object]) -> Generated:
         """The sample that these tokens are."""
@@ -646,6 +679,8 @@ class Transcript:
         record: dict[str, object] = {"turns": turns, "tools": dict(sorted(self.tools.items()))}
         if len(strands) > 1 or strands[0].name != MAIN:
             record["conversations"] = [strand.described for strand in strands]
+        if self.order is None or set(self.conversations) - {MAIN}:
+            record["order"] = None if self.order is None else list(self.order)
         if self.point is not None:
             record["branch"] = self.point._asdict()
         if self.row is not None:

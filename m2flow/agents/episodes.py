@@ -49,7 +49,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
-from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, not_recorded, reward_of
+from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, Told, not_recorded, reward_of
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall, is_stopped
 from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting, is_limited
@@ -85,6 +85,7 @@ class EpisodeStart:
     stopped: Transcript | None = None
     branch: str = ""
     """A word that the random numbers of turns depend on, too, where an episode goes another way than its record."""
+    told: Told | None = None
 
 
 @dataclass(eq=False)
@@ -124,18 +125,17 @@ class _Episode:
         self.start = start
         self.id = start.request.id
         self.transcript = Transcript()
-        stopped = start.stopped.conversations if start.stopped is not None else {}
+        stopped = start.stopped or Transcript()
         # One that was stopped before its first turn has a row without a token.
-        self.recorded = {name: Recorded(strands) for name, strands in stopped.items() if strands[0].tokens}
+        self.recorded = {name: Recorded(strands) for name, strands in stopped.conversations.items() if strands[0].tokens}
         """The conversations that have not caught up with their record yet."""
-        self.known_tools = dict(start.stopped.tools) if start.stopped is not None else {}
-        self.kept_turns = start.stopped.kept_turns if start.stopped is not None else None
+        self.known_tools, self.kept_turns = dict(stopped.tools), stopped.kept_turns
         self.used_tools: dict[str, dict[str, object]] = {}
         """What a branch's agent has asked for of the record."""
-        if start.stopped is not None and self.kept_turns is None:
+        if self.kept_turns is None:
             self.transcript.tools = dict(self.known_tools)
-        self.transcript.point = start.stopped.point if start.stopped is not None else None
-        self.transcript.row = start.row.id.pack()
+        self.transcript.point, self.transcript.row = stopped.point, start.row.id.pack()
+        self.transcript.order = None if stopped.order is None else []
         self.waiting: _Turn | None = None
         """The turn that an engine works on."""
         self.queued: deque[_Turn] = deque()
@@ -143,7 +143,7 @@ class _Episode:
         self.occurrences: Counter[int] = Counter()
         self.num_effects = 0
         """Tools with effects that run now."""
-        num_recorded = sum(len(strands[-1].tokens) for strands in stopped.values() if strands)
+        num_recorded = sum(len(strands[-1].tokens) for strands in stopped.conversations.values() if strands)
         self.num_tokens = max(num_recorded, _size_of(start.request.prompt))
         """About the tokens of the context that its next turn follows."""
         self.task: asyncio.Task[None] | None = None
@@ -263,6 +263,11 @@ class _Episode:
                     stop_of={name: own.stop for name, own in bounds.drawn_by},
                     make=lambda by: Conversation(self.host.engine_of(self, by).language, bounds.history, agent.tool_calls),
                     speakers=[name for name, _ in bounds.speakers],
+                    told=self.start.told,
+                    shared=[kind for _, kind in agent.resources],
+                    end_run=self.host.end_run,
+                    is_branch=self.kept_turns is not None,
+                    at_once=lambda: self.host.post(self.transcript.lose_order),
                 )
                 chat = Chat(table, table.make(""), MAIN)
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
@@ -374,6 +379,14 @@ class Episodes:
         self._posted.append(message)
         if not self._has_posted.is_set():  # It is cleared before what was posted is read.
             self._has_posted.set()
+
+    def end_run(self, error: M2FlowError) -> None:
+        """Have the worker's thread raise an error. Any thread may call this."""
+
+        def fail() -> None:
+            raise error
+
+        self.post(fail)
 
     def show(self, packed: int, trace: str) -> None:
         """Print the first few errors of agents."""
@@ -538,7 +551,7 @@ class Episodes:
 
     def _answered(self, turn: _Turn, made: Generated, kind: Segment = Segment.GENERATED, *, is_known: bool = False) -> None:
         assert turn.strand is not None
-        turn.strand.append_turn(made, kind=kind)
+        turn.episode.transcript.ended(turn.strand, made, kind)
         turn.episode.host._changed.add(turn.episode.id)
         had = len(made.tokens) if is_known else len(_request_of(turn).prefix)
         reply = Reply(made.tokens.tolist(), made.text, made.finish, made.logprobs.tolist(), had, made.num_cached, time.monotonic_ns())
@@ -562,7 +575,7 @@ class Episodes:
         elif turn is episode.waiting:
             for made in self._given_up([turn]).values():
                 if turn.strand is not None:
-                    turn.strand.append_turn(made)
+                    episode.transcript.ended(turn.strand, made)
                     self._changed.add(episode.id)
             episode.waiting = None
             self._go_on(episode)
@@ -586,11 +599,7 @@ class Episodes:
             self.drop_turn(episode, episode.waiting)
         self._forget(episode.id, is_over=True)
         self._urgent.pop(episode.id, None)
-        strands = episode.transcript.strands
-        said = [strand.turns for strand in strands if strand.turns]
-        of_first = [strand.turns for strand in episode.transcript.conversations.get(MAIN, []) if strand.turns]
-        last: Any = (of_first or said)[-1][-1] if said else {"finish": Finish.STOP, "text": ""}
-        made = episode.transcript.generated(episode.id, Finish(last["finish"]), str(last["text"]), columns)
+        made = episode.transcript.generated(episode.id, *episode.transcript.end, columns)
         record: Any = made.columns["episode"]
         if speakers := episode.start.bounds.speakers:
             record = {**record, "speakers": dict(speakers)}
@@ -742,15 +751,12 @@ class Episodes:
 
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
         """The row of an episode that is not over. A conversation that has not caught up with its record is what that says."""
-        so_far = Transcript()
-        so_far.tools, so_far.point, so_far.row = dict(episode.transcript.tools), episode.transcript.point, episode.transcript.row
-        for name, strands in episode.transcript.conversations.items():
-            so_far.conversations[name] = list(strands)
+        so_far = episode.transcript.copy()
         if turn is not None and episode.waiting is not None and episode.waiting.strand is not None:
             so_far.conversations[episode.waiting.asked.name][-1] = episode.waiting.strand.with_turn(turn)
         for name in episode.recorded:
             assert episode.start.stopped is not None
-            so_far.conversations[name] = episode.start.stopped.conversations[name]
+            so_far.conversations[name], so_far.order = episode.start.stopped.conversations[name], episode.start.stopped.order
         return so_far.generated(episode.id, Finish.ABORT, "", {})
 
     def progress(self) -> dict[int, int]:

@@ -142,6 +142,18 @@ class Tool:
         parameters = self.schema or {"type": "object", "properties": properties, "required": list(self.required)}
         return {"type": "function", "function": {"name": self.name, "description": self.text, "parameters": parameters}}
 
+    @property
+    def overdue(self) -> Outcome:
+        """What comes of a call that takes too long."""
+        return self._failed(self._said_late)
+
+    @property
+    def _said_late(self) -> str:
+        return f"timed out after {self.timeout_s or 0:g} s"
+
+    def _failed(self, said: str) -> Outcome:
+        return Outcome(shortened(f"Error: {said}", self.max_chars), is_error=True)
+
     def checked(self, call: ToolCall) -> tuple[dict[str, object], str]:
         """The arguments of a call by the types of the parameters, and what is wrong with them; empty if nothing is."""
         known = dict(self.hints)
@@ -202,10 +214,10 @@ class Tool:
             if is_stopped(error):
                 raise
             timed_out = isinstance(error, TimeoutError) and limit.expired()
-            said = f"timed out after {self.timeout_s:g} s" if timed_out else f"{type(error).__name__}: {error}"
+            said = self._said_late if timed_out else f"{type(error).__name__}: {error}"
             if self.on_error == "fail":
                 raise EpisodeFailed("tool_failed", f"the tool {self.name}: {said}") from error
-            return Outcome(shortened(f"Error: {said}", self.max_chars), is_error=True)
+            return self._failed(said)
         return Outcome(shortened(result if isinstance(result, str) else _written(result), self.max_chars))
 
     async def _on_thread(self, call: Callable[[], Any], limit: asyncio.Timeout, threads: Executor, begins: Callable[[], object]) -> Any:

@@ -320,7 +320,7 @@ _RESTARTED = "M2FLOW_RESTARTED"
     "--decisions",
     type=click.Path(path_type=Path),
     metavar="RUN_DIR",
-    help="With --eager: repeat that run's decisions that depended on time (which weights generated each sample).",
+    help="With --eager: repeat what time decided in that run (which weights generated each sample), and what its recorded tools gave.",
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directory goes.")
 @click.option(
@@ -409,6 +409,7 @@ def command(
         pin_plan=pin_plan,
         pin_to=read_structure(pin_to) if pin_to else None,
         decisions=record,
+        repeats=decisions,
         pinned=pinned,
         profile=profile,
         resume=None if before is None else before.run_dir,

@@ -254,8 +254,8 @@ def branch_command(
     """Play the episode SAMPLE of RUN on from one of its turns, several times, with the embedded engine. The run is left as it is.
 
     The turns before are those of the record, and so is what tools gave in them; what a branch of an agent is worth there is the mean of the
-    rewards. SAMPLE is an identity as `m2flow samples` prints it. What a tool did to a sandbox is gone: where a later turn needs it, the
-    branch fails, and says so.
+    rewards. SAMPLE is an identity as `m2flow samples` prints it. Tools that are pure are run again for what they did to a
+    sandbox; where another one is needed for that, nothing is branched.
 
     \b
     Example:

@@ -577,6 +577,8 @@ def _record_of(record: Mapping[str, Any], speaker: str, reward: float) -> tuple[
         at += num_turns
     own = [one for one in named if one.get("by", "") == speaker]
     found = {**record, "turns": turns} | ({"conversations": own} if "conversations" in record else {})
+    if record.get("order"):
+        found["order"] = [name for name in record["order"] if name in {one["name"] for one in own}]
     if record.get("rewards"):
         names = {one["name"] for one in own}
         goes_by = {name: of for name, of in record["rewarded"].items() if name in names}
@@ -639,8 +641,11 @@ class BranchTurn:
             return rows
         counts, seeds = rows.dense("num_turns").tolist(), rows.dense("seed").tolist()
         given = None if self.column is None else _whole_numbers(rows, self.column)
-        turns = []
+        turns, records = [], records_of(rows)
         for row, packed in enumerate(rows.ids.tolist()):
+            if records[row].get("order", ()) is None:
+                what = f"branch: turns of episode {SampleId.unpack(packed)} were taken at the same time, so that they have no order"
+                raise OpError(what, now="Branch agents that have one turn at a time.").about(packed)
             count = counts[row]
             turn = self.at if given is None else given[row]
             if turn is None:

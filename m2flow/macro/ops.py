@@ -473,15 +473,16 @@ class EpisodeRows(Rows):
 
         Args:
             n: branches of each episode.
-            at: the first turn that is taken anew: `random`, any of the episode's, each as likely; a number from 1, or from the end, as -1;
-                or a handle with the number for each episode, such as a column of theirs. With `random` an episode in which the model
-                never spoke is played again from its beginning, and the number of those is logged (`episodes/silent_parents`).
+            at: the first turn that is taken anew, of all conversations as they were taken: `random`, any of the episode's, each as
+                likely; a number from 1, or from the end, as -1; or a handle with the number for each episode, such as a column of
+                theirs. With `random` an episode in which the model never spoke is played again from its beginning, and the number of
+                those is logged (`episodes/silent_parents`).
         Returns:
             as `rollout`, and `branch_turn`, the turn.
         Raises:
-            TraceError: episodes that can't be branched: of several speakers or conversations, with `history="fork"`, with staleness, or
-            with a resource, which would have to be where it was in that turn.
-            OpError (at the first look): an episode does not have the turn.
+            TraceError: episodes that can't be branched: of several speakers, or with staleness.
+            OpError (at the first look): an episode does not have the turn, turns of it were taken at the same time, or a tool that is not
+            pure has worked on a resource before it, which so can't be brought to where it was.
         Source:
             Hou et al. 2025 (TreeRL), arXiv:2506.11902, and Ji et al. 2025 (Tree-GRPO), arXiv:2509.21240, where the tokens of trees of
             episodes are counted; the value of a position by its branches is that of Kazemnejad et al. 2024 (VinePPO), arXiv:2410.01679.
@@ -661,20 +662,12 @@ def _check_branches(session: Session, parents: EpisodeRows, what: str) -> None:
         made = " and ".join(f"{maker.name} ({maker.site})" for maker in makers)
         raise TraceError(f"{what}: they are of several rollouts, {made}", now="Branch those of each: first.branch(n=4).")
     options = makers[0].options
-    bounds, resources = options["episodes"], getattr(options["agent"], "resources", ())
+    bounds = options["episodes"]
     assert isinstance(bounds, Episodes)
     if bounds.speakers:
         fault, now = f"other policies speak in them: {', '.join(name for name, _ in bounds.speakers)}", "Leave speakers= out."
-    elif bounds.max_conversations > 1:
-        fault, now = f"they may have {bounds.max_conversations} conversations", "Branch a rollout with max_conversations=1, the default."
-    elif bounds.history == "fork":
-        fault, now = "their history may be written anew (history='fork')", "Take history='append'."
     elif options["staleness"]:
         fault, now = f"their weights may be {options['staleness']} versions old", "Say rollout(..., staleness=0) for what is branched."
-    elif resources:
-        names = ", ".join(kind.__name__ for _, kind in resources)
-        fault = f"their agent works on {names}, which can't be brought to where it was in a turn"
-        now = "Branch agents whose tools need nothing but their arguments."
     elif BRANCH_TURN in (parents.fields or ()) and makers[0].method != "branch":
         fault, now = f"they have a column {BRANCH_TURN!r} already, and branches get theirs under that name", "Rename it."
     else:

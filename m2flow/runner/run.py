@@ -270,6 +270,7 @@ class Run:
     Args:
         pin_plan, pin_to: hold every step to the structure of the first one, or to the given calls.
         decisions: of another run (`m2flow.micro.records.ledger.read_decisions`): an eager run repeats what was decided by time there.
+        repeats: the directory of that run: what its tools gave is not asked of them again.
         pinned: a plan whose processes and sizes are used.
         profile: a file of measured costs, which the search for a placement goes by.
         around: wraps the backend that gets the flow's calls.
@@ -291,6 +292,7 @@ class Run:
         pin_plan: bool = False,
         pin_to: Sequence[PinnedCall] | None = None,
         decisions: Decisions | None = None,
+        repeats: Path | None = None,
         pinned: Plan | None = None,
         profile: Path | None = None,
         around: Callable[[Backend], Backend] | None = None,
@@ -306,7 +308,7 @@ class Run:
         self._flow_file = flow_file
         self._pin_to = pin_to
         self._is_pinned = pin_plan or pin_to is not None
-        self._decisions = decisions
+        self._decisions, self._repeats = decisions, repeats
         self._pinned_plan = pinned
         self._profile = profile
         self._around = around
@@ -606,7 +608,8 @@ class Run:
     def _run_eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
         journal, coordinator = self._journal, self._checkpoint_coordinator()
-        executor = EagerExecutor(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._resumed)
+        repeated = self._decisions, self._resumed, self._repeats
+        executor = EagerExecutor(plan, self.spec, self.settings, self._models, self.run_dir, journal, *repeated)
         self._executor = executor
         checkpointing: CheckpointingBackend | None = None
 

@@ -5,7 +5,7 @@
 
 The flow is traced for the agent and its bounds. The turns before are answered from the record, token by token, and so is what tools gave in
 them; `chat.rng` goes on as in the episode. From the turn on the model is asked, with random numbers of the branch. Limit: an episode of
-several conversations or speakers is not branched.
+several speakers is not branched.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def branch(
         num: how many times.
         step: with the weights after so many steps; None: the final ones, or the newest.
     Raises:
-        OptionError: there is no such episode or turn, or it has several conversations or speakers.
+        OptionError: there is no such episode or turn, its turns have no order, or it has several speakers.
         SpecError: there is no such run or checkpoint. FlowLoadError: the run's flow can't be loaded any more.
     """
     entry, row = _stored(run_dir, sample)

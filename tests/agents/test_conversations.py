@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from chat_codecs import codec_of
 from click.testing import CliRunner
+from forgetful import Forgetful, kept_of
 from one_thread import Images, SteppedRun, resumed
 from played_episodes import SPEC, begun, host, played, row_of, same, shout, stopped_row, whole
 from resumed_runs import fake_cluster
@@ -20,7 +20,6 @@ from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, by_conversati
 from m2flow.agents.conversation import Conversation, Transcript
 from m2flow.agents.tools import EventLoop
 from m2flow.cli.main import cli
-from m2flow.engines.contract import Language
 from m2flow.engines.registry import EngineInfo, engines
 from m2flow.errors import OpError, OptionError, PlanError, StateLost, TraceError
 from m2flow.macro.tracing import trace
@@ -29,7 +28,7 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.records.sample_query import SampleQuery, conversations_of
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
-from m2flow.samples import Batch, Message, Segment, sequences_of
+from m2flow.samples import Batch, Segment, sequences_of
 from m2flow.spec import RolloutSpec, RunSettings
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
@@ -229,25 +228,6 @@ def test_a_thought_that_the_template_drops_is_out_of_what_follows_and_in_what_is
         other.begun("?", [])
         other.heard(codec.encode_target("<think>a</think>b"), "<think>a</think>b", is_whole=True, tools=lambda call: "")
         assert other.rewritten(user) is None
-
-
-class Forgetful:
-    """A language whose template drops what is no small letter or digit of the model's text, once a further user's message follows."""
-
-    def __init__(self, language: Language) -> None:
-        self._language = language
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._language, name)
-
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
-        last = max((at for at, one in enumerate(messages) if one["role"] == "user"), default=0)
-        kept = [one if one["role"] != "assistant" or at > last else {**one, "content": kept_of(one)} for at, one in enumerate(messages)]
-        return self._language.conversation(kept, tools)
-
-
-def kept_of(message: Message) -> str:
-    return "".join(char for char in str(message["content"]) if char.islower() or char.isdecimal())
 
 
 @agent

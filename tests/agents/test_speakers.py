@@ -246,6 +246,8 @@ def test_each_speaker_s_rows_have_its_own_turns_masks_versions_and_rewards(loop)
         record = own.ragged("episode").item(0)
         assert int(own.dense("num_turns")[0]) == len(record["turns"])
         assert {one.get("by", "") for one in record["conversations"]} == {speaker}
+        assert len(record["order"]) == len(record["turns"])
+        assert set(record["order"]) == {one["name"] for one in record["conversations"]}
         assert own.ragged("text").item(0) == record["turns"][-1]["text"]
         sizes[speaker] = len(mask), int(mask.sum()), text
     assert sum(size for size, _, _ in sizes.values()) == len(row.ragged("tokens").row(0)), "every token is somebody's, once"

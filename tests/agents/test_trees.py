@@ -394,7 +394,7 @@ def test_a_worker_takes_first_the_branches_whose_parents_it_has_played(monkeypat
 
 def refused(**given: object) -> str:
     """The error of a flow whose rollout has these options."""
-    own = {name: given.pop(name) for name in ("at", "n", "played") if name in given}
+    own = {name: given.pop(name) for name in ("at", "n") if name in given}
 
     @flow(staleness=1)
     def branching() -> None:
@@ -403,7 +403,7 @@ def refused(**given: object) -> str:
             given["speakers"] = {"opponent": rival}
         for _ in steps(1):
             options = {"staleness": 0, **given}
-            parents = policy.rollout(own.get("played", walker), prompts().take(2), n=2, max_tokens=50, **options)
+            parents = policy.rollout(walker, prompts().take(2), n=2, max_tokens=50, **options)
             if own.get("at") == "two rollouts":
                 concat([parents, policy.rollout(walker, prompts().take(2), max_tokens=50, **options)]).branch(n=2)
             parents.branch(n=own.get("n", 2), at=own.get("at", 1))
@@ -414,13 +414,6 @@ def refused(**given: object) -> str:
     return str(error.value)
 
 
-class Desk:
-    async def __aenter__(self) -> Desk:
-        return self
-
-    async def __aexit__(self, *error: object) -> None: ...
-
-
 @flow
 def of_a_column() -> None:
     rows = Dataset([{"prompt": "7?", "branch_turn": 2}], name="rows")
@@ -428,15 +421,8 @@ def of_a_column() -> None:
 
 
 def test_what_can_not_be_branched_is_refused_before_the_run_with_what_to_do():
-    @agent
-    async def with_desk(chat: Chat, row: Sample, desk: Desk) -> float:
-        return 0.0
-
     assert "other policies speak in them: opponent" in refused(speakers={})
-    assert "max_conversations=1" in refused(max_conversations=2)
-    assert "history='append'" in refused(history="fork")
     assert "rollout(..., staleness=0)" in refused(staleness=1)
-    assert "Desk, which can't be brought to where it was" in refused(played=with_desk)
     assert "Branch those of each" in refused(at="two rollouts")
     with pytest.raises(TraceError, match="they have a column 'branch_turn' already"):
         trace(of_a_column, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -51,8 +52,7 @@ async def shopper(chat: Chat, row: Sample) -> float:
 
 @agent
 async def divided(chat: Chat, row: Sample) -> float:
-    await chat.say("one", max_tokens=4)
-    await chat.conversation("other").say("two", max_tokens=4)
+    await asyncio.gather(chat.say("one", max_tokens=4), chat.conversation("other").say("two", max_tokens=4))
     return 0.0
 
 
@@ -141,8 +141,8 @@ def test_a_transcript_ends_before_the_turn(loop: EventLoop) -> None:
     for turn in (0, 6):
         with pytest.raises(ValueError, match="turns 1 to 5"):
             row.before(turn)
-    with pytest.raises(ValueError, match="several conversations: main, other"):
-        stopped_row(whole(loop, 2, divided)).before(1)
+    with pytest.raises(ValueError, match="turns of main, other were taken at the same time, so none of them is turn 2"):
+        stopped_row(whole(loop, 2, divided)).before(2)
 
 
 @pytest.mark.slow

@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import uuid
 
 from m2flow import AdamW, Chat, Dataset, Policy, Sample, ToolCall, agent, flow, steps, tool
 
 PAID = "M2FLOW_TEST_PAID"
+TICKETS = "M2FLOW_TEST_TICKETS"
+"""Set: who is paid gives a receipt that nobody else has."""
 
 
 async def _note(text: str) -> str:
@@ -24,7 +27,7 @@ async def look(text: str) -> str:
 @tool(replay="recorded")
 async def pay(text: str) -> str:
     """Pay somebody, which is not to happen twice."""
-    return await _note(text)
+    return await _note(text) + (uuid.uuid4().hex if TICKETS in os.environ else "")
 
 
 @agent

@@ -15,7 +15,7 @@ import json
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -359,6 +359,17 @@ class SampleQuery:
         """
         segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
         return self._row((segment, *place), packed)
+
+    def episode(self, packed: int) -> tuple[Mapping[str, Any], str]:
+        """The record of an episode, and how it failed, if it did. Of a sample that there is not, the record is empty.
+
+        Raises:
+            EngineError: a segment file is damaged or missing.
+        """
+        for _, place in self.places_of([packed]):
+            row = self._row(place, packed)
+            return records_of(row)[0], str(row.ragged("failure").item(0)) if "failure" in row else ""
+        return {}, ""
 
     def updates_on(self, packed: int) -> list[str]:
         """The names of the calls that trained on a sample, each once: `rival.update`."""

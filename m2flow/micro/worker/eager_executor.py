@@ -12,6 +12,8 @@ A sample of one span just runs to its end. Where the KV cache is older than the 
 then is generated alone: other samples change weights elsewhere. An episode with several versions of one role is played alone, too, each
 turn with the weights that it had. Limit: a sample with several spans costs a stop and a load of weights for each.
 
+What the tools of episodes gave in that run is on record, too (`Told`).
+
 Episodes under way are written down as in a worker (`RunningEpisodes`), each turn and tool call before it enters the context. A resumed run
 makes its calls anew, and goes on with their episodes from there: no tool with effects runs twice.
 """
@@ -28,6 +30,7 @@ from typing import Protocol, final
 
 import numpy as np
 
+from m2flow.agents.chat import Told
 from m2flow.agents.episodes import TurnPlace
 from m2flow.channels.weights import Weight
 from m2flow.engines.contract import EngineSettings
@@ -44,6 +47,7 @@ from m2flow.micro.protocol.call_semantics import without_parts
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by, is_time_dependent, version_spans_of, window
 from m2flow.micro.records.resume import EAGER
+from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scan_segments, scratch_name
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.weight_sync import WeightSettings, checks_of
@@ -445,7 +449,12 @@ class EagerExecutor:
         journal: EagerJournal,
         decisions: Decisions | None = None,
         restored: Restored | None = None,
+        repeats: Path | None = None,
     ) -> None:
+        """
+        Args:
+            repeats: the directory of the run whose decisions these are: what its tools gave is not asked of them again.
+        """
         slots = tuple(dict.fromkeys(slot for worker in plan.workers for slot in worker.engines))
         threads = 1 if settings.deterministic else spec.num_cores
         device = next((w.device for w in plan.workers if any(s.kind != "function" for s in w.engines)), "cpu")
@@ -486,14 +495,26 @@ class EagerExecutor:
         self.updating: update_semantics.UpdateSteps | None = None
         """How far the running update is, if it takes several optimiser steps; for displays."""
         self._engine_host.writes_episodes = True
+        self._repeated = SampleQuery(repeats) if repeats is not None else None
+        if self._repeated is not None:
+            self._engine_host.told = self._told
         self._running = RunningEpisodes(run_dir / "segments")
         self._segments = SegmentWriter(run_dir / "segments", EAGER)
         self._journal = journal
 
     def open(self) -> None:
+        if self._repeated is not None:
+            self._repeated.__enter__()
         self._engine_host.open()
 
+    def _told(self, packed: int) -> Told:
+        assert self._repeated is not None
+        record, failure = self._repeated.episode(packed)
+        return Told(str(SampleId.unpack(packed)), record.get("tools", {}), failure, str(record.get("error", "")))
+
     def close(self) -> None:
+        if self._repeated is not None:
+            self._repeated.__exit__()
         self._journal.spans(self._recorder.drain())
         self._segments.close()
         self._running.close()

@@ -31,6 +31,7 @@ from typing import Any, TypeVar, final
 import msgspec
 import numpy as np
 
+from m2flow.agents.chat import Told
 from m2flow.agents.conversation import Transcript
 from m2flow.agents.episodes import Episodes, EpisodeStart, TurnPlace
 from m2flow.agents.tools import EventLoop
@@ -276,6 +277,8 @@ class EngineHost:
         self._guests = Guests(self._speaking, self._why_it_can_not_speak)
         self.parts = PartWriter()
         """Writer of checkpoints' parts, while the engines go on."""
+        self.told: Callable[[int], Told] | None = None
+        """What there is of an episode in the run whose decisions are repeated; None: none are."""
         self.writes_episodes = False
         """Whether `episodes_to_write` is asked, so that episodes wait for it."""
         self._tool_wait_ns = 0
@@ -395,6 +398,8 @@ class EngineHost:
         if "agent" in drawn.options:
             is_stopped = is_stopped and (any(had) or not drawn.options.get("branches"))  # Their parents' rows look alike.
             starts = list(episodes_of(drawn, requests, prompts, is_stopped=is_stopped))
+            if (told := self.told) is not None:
+                starts = [replace(start, told=told(start.request.id)) for start in starts]
             had = [start.stopped.num_sampled if start.stopped is not None else 0 for start in starts]
             for role in call.speakers[1:]:
                 self._speaking(role)
