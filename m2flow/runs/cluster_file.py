@@ -83,7 +83,7 @@ def load_cluster(path: str | Path) -> ClusterSpec:
 
 def _field_of(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The field of an error, of one that takes a number or a word without which of the two pydantic tried."""
-    return loc[:-1] if str(loc[-1:]).startswith(("('constrained-", '("literal[')) else loc
+    return loc[:-1] if loc and str(loc[-1]).startswith(("constrained-", "literal[")) else loc
 
 
 def _keys_of(data: dict[str, object], names: tuple[str, ...]) -> list[str]:
