@@ -5,16 +5,22 @@ the weights of the step before, while the learner makes the next: both are busy,
 """
 
 from m2flow import AdamW, flow, log, steps
-from m2flow.environments.actor_critic import ActorCritic, Simulator, episode_return
+from m2flow.environments.actor_critic import ActorCritic, Simulator, episode_return, lanes
 
 
 @flow
 def gym_ppo(
-    task: str = "CartPole-v1", num_steps: int = 100, count: int = 16, horizon: int = 64, lr: float = 1e-3, behind: bool = False
+    task: str = "CartPole-v1",
+    num_steps: int = 100,
+    num_lanes: int = 2,
+    count: int = 8,
+    horizon: int = 64,
+    lr: float = 1e-3,
+    behind: bool = False,
 ) -> None:
     simulator = Simulator(task, count=count, seed=1)
     learner = ActorCritic(task, optimizer=AdamW(lr, max_grad_norm=0.5))
-    learned, played = learner.start(), simulator.start()
+    learned, played = learner.start(), simulator.start(lanes(num_lanes))
     past = learned
     for _ in steps(num_steps):
         played = simulator.play(played, past if behind else learned, horizon=horizon)

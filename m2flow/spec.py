@@ -123,8 +123,8 @@ class TrainSpec(_Strict):
 class FunctionSpec(_Strict):
     """Where rewards and ops run."""
 
-    workers: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
-    """Processes."""
+    workers: Annotated[int, Field(ge=1, le=_MOST_PROCESSES)] | Literal["auto"] = 1
+    """Processes. `auto`: as many as the search of `placement: auto` (or of pools) predicts to be fastest, at most one for each core."""
     chunk: int = Field(default=64, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task."""
     concurrency: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
@@ -134,6 +134,11 @@ class FunctionSpec(_Strict):
     latency_s: dict[str, float | tuple[float, ...]] = {}
     """What a plan without a profile takes a call to last, by its name (`reward.score`), for one unit: a number, or several at evenly
     spaced probabilities from 0 to 1, the shortest first and the longest last."""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes, as far as no search has chosen their number."""
+        return 1 if self.workers == "auto" else self.workers
 
 
 class ChannelSpec(_Strict):
@@ -388,7 +393,9 @@ class ClusterSpec(_Strict):
             )
         if self.rollout.scale == "auto" and not self.rollout.spare:
             _contradiction(("rollout", "scale"), "nobody is spare, so nobody can join; say `spare: 2`, or leave it out")
-        num_rollouts, num_functions = self.rollout.workers + self.rollout.spare, self.functions.workers
+        if self.functions.workers == "auto" and not (self.pools or self.placement == "auto"):
+            _contradiction(("functions", "workers"), "a search chooses their number; say `placement: auto` too, or give a number")
+        num_rollouts, num_functions = self.rollout.workers + self.rollout.spare, self.functions.num_workers
         if num_rollouts * num_functions > _MOST_ROUTES:
             what = f"{num_functions} with {num_rollouts} rollout workers make more than {_MOST_ROUTES:,} channels, one for each pair"
             _contradiction(("functions", "workers"), what)

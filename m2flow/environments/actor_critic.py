@@ -1,16 +1,21 @@
 """Small actors and critics that learn in Gymnasium's environments: the roles `Simulator` and `ActorCritic` of a flow.
 
-    simulator, learner = Simulator("CartPole-v1", count=16), ActorCritic("CartPole-v1")
-    learned, played = learner.start(), simulator.start()
+    simulator, learner = Simulator("CartPole-v1", count=8), ActorCritic("CartPole-v1")
+    learned, played = learner.start(), simulator.start(lanes(2))  # two lanes of eight environments
     for step in steps(100):
         played = simulator.play(played, learned, horizon=64)      # a piece of each environment's episodes
         learned = learner.learn(learned, played)                  # PPO on it
         log(episode_return=episode_return(played))
 
+A lane is a row: environments that are stepped one after the other, by an actor that sees them as one batch. The plan spreads the lanes over
+the workers for functions, which play side by side. Seeds, random numbers and batches are the lane's, so the number of workers, and which
+of them has a lane, changes no result.
+
 What a call gives is text that holds everything that the next one needs: the state of the environments, the weights and the optimiser's.
-So no call has an effect: it may run anywhere, be run again, and is answered from the ledger when a run resumes. A worker that still has
-the very environments which a text describes goes on with them; another acts their running episodes again. Networks are an MLP for numbers
-and a small CNN for pictures, with a categorical or a Gaussian head; losses and advantages are those of `m2flow.algorithms`.
+So no call has an effect: it may run anywhere, be run again, and is answered from the ledger when a run resumes. Lanes go to the worker that
+played them before, as rows of a role's calls do (`m2flow.micro.scheduler.dispatch`), and it goes on with the environments that it has;
+another acts their running episodes again, and compares what they show. Networks are an MLP for numbers and a small CNN for pictures, with
+a categorical or a Gaussian head; losses and advantages are those of `m2flow.algorithms`.
 
 Legend: T steps, E environments, F numbers of an observation, A actions.
 """
@@ -21,7 +26,7 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -29,9 +34,11 @@ import numpy.typing as npt
 
 from m2flow.algorithms.gae import gae
 from m2flow.environments.env import Array, Env, Spaces, Vector, made
-from m2flow.errors import OptionError
+from m2flow.macro.datasets import Dataset
+from m2flow.macro.handles import Rows
 from m2flow.macro.ops import Role, call, op
 from m2flow.recipe import AdamW, check_count, check_number
+from m2flow.samples import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,8 +69,8 @@ def unpack(text: str) -> tuple[dict[str, Array], dict[str, str]]:
 # ---- networks
 
 
-def build(spaces: Spaces, hidden: tuple[int, ...], seed: int) -> nn.ModuleDict:
-    """Make an actor and a critic. Their first weights are a function of the seed.
+def build(spaces: Spaces, hidden: tuple[int, ...], seed: int | None) -> nn.ModuleDict:
+    """Make an actor and a critic. Their first weights are a function of the seed; None: any, since others will be loaded.
 
     Source:
         Orthogonal weights with gains sqrt(2), 0.01 for the actor's and 1 for the critic's head: Andrychowicz et al. 2021, "What matters in
@@ -73,16 +80,18 @@ def build(spaces: Spaces, hidden: tuple[int, ...], seed: int) -> nn.ModuleDict:
     from torch import nn
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        if seed is not None:
+            torch.manual_seed(seed)
         outputs = spaces.num_actions or int(np.prod(spaces.action))
-        heads = {"actor": _network(spaces, hidden, outputs, 0.01), "critic": _network(spaces, hidden, 1, 1.0)}
+        gains = (None, None) if seed is None else (0.01, 1.0)
+        heads = {"actor": _network(spaces, hidden, outputs, gains[0]), "critic": _network(spaces, hidden, 1, gains[1])}
         model = nn.ModuleDict(heads)
         if not spaces.num_actions:
             model["spread"] = nn.ParameterList([nn.Parameter(torch.zeros(outputs))])
     return model
 
 
-def _network(spaces: Spaces, hidden: tuple[int, ...], outputs: int, gain: float) -> nn.Sequential:
+def _network(spaces: Spaces, hidden: tuple[int, ...], outputs: int, gain: float | None) -> nn.Sequential:
     import torch
     from torch import nn
 
@@ -98,7 +107,7 @@ def _network(spaces: Spaces, hidden: tuple[int, ...], outputs: int, gain: float)
         width = size
     layers.append(nn.Linear(width, outputs))
     for layer in layers:
-        if isinstance(layer, nn.Linear | nn.Conv2d):
+        if gain is not None and isinstance(layer, nn.Linear | nn.Conv2d):
             nn.init.orthogonal_(layer.weight, 2**0.5 if layer is not layers[-1] else gain)
             nn.init.zeros_(layer.bias)
     return nn.Sequential(*layers)
@@ -158,58 +167,75 @@ def _one_thread() -> Iterator[None]:
 # ---- the roles
 
 
+def lanes(num: int) -> Rows:
+    """Rows for `Simulator.start`, one for each lane of environments. At most so many workers play at once."""
+    check_count("num", num)
+    return Dataset([{"prompt": "", "lane": number} for number in range(num)], name="lanes", shuffle=False).all()
+
+
 @final
 class Simulator(Role):
-    """Environments of one task, stepped one after the other by an actor that sees them as one batch.
-
-    Several simulators play at once, in as many workers as the cluster has for functions; see `side_by_side`.
+    """Lanes of environments of one task. Those of a lane are stepped one after the other, by an actor that sees them as one batch.
 
     Args:
         task: the name of an environment of Gymnasium, or what makes an `Env` that has `spaces`.
-        count: how many. seed: of their episodes.
+        count: environments of each lane. seed: of their episodes.
         hidden: of the actor, as of the `ActorCritic` that learns.
     """
 
-    def __init__(self, task: str | Callable[[], Env], count: int = 16, seed: int = 0, hidden: tuple[int, ...] = (64, 64)) -> None:
+    def __init__(self, task: str | Callable[[], Env], count: int = 8, seed: int = 0, hidden: tuple[int, ...] = (64, 64)) -> None:
         check_count("count", count)
         self._task, self._count, self._seed, self._hidden = task, count, seed, tuple(hidden)
-        self._alive: dict[str, Vector] = {}
-        self._returns: dict[str, npt.NDArray[np.float64]] = {}
+        self._alive: dict[int, tuple[str, Vector]] = {}
+        """Lane -> the digest of its record, and its environments."""
+        self._actors: dict[str, nn.ModuleDict] = {}
+        """The last weights that were played with, as text, and the networks that have them."""
 
-    def _fresh(self) -> Vector:
-        return Vector(lambda: made(self._task)[0], self._count, self._seed)
+    def _fresh(self, lane: int) -> Vector:
+        return Vector(lambda: made(self._task)[0], self._count, self._seed, first=lane * self._count)
 
-    @call(granularity="batch")
-    def start(self) -> str:
-        """The environments at their first observations."""
-        vector = self._fresh()
+    @call(granularity="sample")
+    def start(self, lane: Sample) -> str:
+        """The environments of a lane at their first observations."""
+        number = int(str(lane["lane"]))
+        vector = self._fresh(number)
         record = vector.record()
-        vector.close()
-        return pack({"running": np.zeros(self._count), "returns": np.zeros(0)}, world=record)
+        self._alive[number] = _digest(record), vector
+        return pack({"lane": np.array([number]), "running": np.zeros(self._count), "returns": np.zeros(0)}, world=record)
 
-    def _going_on(self, record: str) -> Vector:
+    def _going_on(self, lane: int, record: str) -> Vector:
         """The environments of a record: those that are at hand, or others that have acted the same."""
-        found = self._alive.pop(_digest(record), None)
-        for vector in self._alive.values():
+        digest, vector = self._alive.pop(lane, ("", None))
+        if vector is not None and digest == _digest(record):
+            return vector
+        if vector is not None:
             vector.close()
-        self._alive.clear()
-        if found is None:
-            found = self._fresh()
-            found.restore(record)
+        found = self._fresh(lane)
+        found.restore(record)
         return found
 
-    @call(granularity="batch")
+    def _actor(self, learned: str, spaces: Spaces) -> nn.ModuleDict:
+        """The networks with the weights of `learned`, which all lanes play with."""
+        model = self._actors.get(learned)
+        if model is None:
+            model = build(spaces, self._hidden, None)
+            _load(model, unpack(learned)[0])
+            self._actors.clear()
+            self._actors[learned] = model
+        return model
+
+    @call(granularity="sample")
     @_one_thread()
-    def play(self, played: str, learned: str, horizon: int, rng: np.random.Generator) -> str:
-        """Act `horizon` steps in each environment, from where `played` left them, with the actor of `learned`."""
+    def play(self, past: str, learned: str, horizon: int, rng: np.random.Generator) -> str:
+        """Act `horizon` steps in each environment of a lane, from where `past` left them, with the actor of `learned`."""
         import torch
 
-        before, texts = unpack(played)
-        vector = self._going_on(texts[_WORLD])
+        before, texts = unpack(past)
+        lane = int(before["lane"][0])
+        vector = self._going_on(lane, texts[_WORLD])
         spaces = vector.envs[0].spaces
         assert spaces is not None
-        model = build(spaces, self._hidden, 0)
-        _load(model, unpack(learned)[0])
+        model = self._actor(learned, spaces)
         seen, actions, steps = [vector.observations], [], []
         running, returns = before["running"], before["returns"].tolist()
         with torch.no_grad():
@@ -227,10 +253,10 @@ class Simulator(Role):
             drawn = torch.from_numpy(np.concatenate(actions))
             logprobs = _logprobs(model, flat, drawn, spaces)[0].numpy().reshape(horizon, -1)
         record = vector.record()
-        self._alive[_digest(record)] = vector
+        self._alive[lane] = _digest(record), vector
         arrays: dict[str, Array] = {"seen": np.stack(seen), "actions": np.stack(actions), "logprobs": logprobs}
         arrays |= {name: np.stack([getattr(step, name) for step in steps]) for name in ("rewards", "terminated", "truncated", "is_real")}
-        return pack({**arrays, "running": running, "returns": np.array(returns[-self._count :])}, world=record)
+        return pack({**arrays, "lane": before["lane"], "running": running, "returns": np.array(returns[-self._count :])}, world=record)
 
 
 @final
@@ -281,12 +307,12 @@ class ActorCritic(Role):
 
     @call(granularity="batch")
     @_one_thread()
-    def learn(self, learned: str, played: str, rng: np.random.Generator) -> str:
-        """Learn from a piece of play. Returns the weights and the optimiser's state after it."""
+    def learn(self, learned: str, played: Sequence[str], rng: np.random.Generator) -> str:
+        """Learn from what all lanes played. Returns the weights and the optimiser's state after it."""
         import torch
 
-        before, rows = unpack(learned)[0], unpack(played)[0]
-        model = build(self._spaces, self._hidden, self._seed)
+        before, rows = unpack(learned)[0], beside_each_other(played)
+        model = build(self._spaces, self._hidden, None)
         _load(model, before)
         optimizer = torch.optim.AdamW(
             model.parameters(), betas=self._optimizer.betas, eps=self._optimizer.eps, weight_decay=self._optimizer.weight_decay
@@ -377,28 +403,17 @@ def piece_advantages(
     return gae((rows["rewards"].T + worth)[real], values.T[:, :-1][real], lengths, gamma=gamma, lam=lam)
 
 
-@op(granularity="batch")
-def side_by_side(*played: str) -> str:
-    """What several simulators of one task played in as many steps, as one piece for `ActorCritic.learn` and `episode_return`.
-
-        played = [simulator.play(past, learned, horizon=64) for simulator, past in zip(simulators, played)]
-        learned = learner.learn(learned, side_by_side(*played))
-
-    Raises:
-        OptionError: they played different numbers of steps.
-    """
+def beside_each_other(played: Sequence[str]) -> dict[str, Array]:
+    """What lanes played, as one piece with the environments of all."""
     pieces = [unpack(one)[0] for one in played]
-    horizons = sorted({len(piece["rewards"]) for piece in pieces})
-    if len(horizons) != 1:
-        raise OptionError(f"the simulators played {horizons} steps", now="Give all the same horizon.")
-    ends = {"running", "returns"}
-    return pack({name: np.concatenate([piece[name] for piece in pieces], axis=0 if name in ends else 1) for name in pieces[0]})
+    of_lane = {"lane", "running", "returns"}
+    return {name: np.concatenate([piece[name] for piece in pieces], axis=0 if name in of_lane else 1) for name in pieces[0]}
 
 
 @op(granularity="batch")
-def episode_return(played: str) -> float:
-    """The mean return of the last episodes that ended, as many as there are environments; nan before the first."""
-    returns = unpack(played)[0]["returns"]
+def episode_return(played: Sequence[str]) -> float:
+    """The mean return of the last episodes that ended in each lane, as many as it has environments; nan before the first."""
+    returns = np.concatenate([unpack(one)[0]["returns"] for one in played])
     return float(returns.mean()) if len(returns) else float("nan")
 
 

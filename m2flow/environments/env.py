@@ -171,17 +171,18 @@ class Vector:
     Args:
         make: makes one of them.
         count: how many. seed: of all their episodes.
+        first: the position of the first one among all of the seed, where these are a part of them.
     """
 
-    def __init__(self, make: Callable[[], Env], count: int, seed: int) -> None:
+    def __init__(self, make: Callable[[], Env], count: int, seed: int, *, first: int = 0) -> None:
         check_count("count", count)
         self.envs = [make() for _ in range(count)]
-        self._seed = seed
+        self._seed, self._first = seed, first
         self._episodes = [_Episode(0) for _ in self.envs]
         self.observations = np.stack([np.asarray(env.reset(self._seed_of(i, 0))) for i, env in enumerate(self.envs)])
 
     def _seed_of(self, position: int, number: int) -> int:
-        text = f"{self._seed}/{position}/{number}".encode()
+        text = f"{self._seed}/{self._first + position}/{number}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
 
     def step(self, actions: Sequence[Any] | Array) -> VectorStep:
@@ -197,7 +198,8 @@ class Vector:
             seen, reward, terminated, truncated = env.step(action)
             if reward is None or not math.isfinite(reward):
                 raise EngineError(
-                    f"environment {i} gave the reward {reward} for action {len(episode.actions)} of its episode {episode.number}",
+                    f"environment {self._first + i} gave the reward {reward} for action {len(episode.actions)} "
+                    f"of its episode {episode.number}",
                     now="Have it give a finite number at each step, 0 where nothing was earned.",
                 )
             rewards[i] = reward
@@ -235,7 +237,8 @@ class Vector:
                 seen = np.asarray(env.step(action).observation)
             if _hash(seen) != past["shows"]:
                 raise EngineError(
-                    f"environment {i} shows something else after the same {len(past['actions'])} actions of its episode {past['number']}",
+                    f"environment {self._first + i} shows something else after the same {len(past['actions'])} actions "
+                    f"of its episode {past['number']}",
                     now="It must be a function of its seed and actions: look for a clock, a random generator of its own, another version.",
                 )
             self._episodes[i] = _Episode(past["number"], list(past["actions"]), past["has_ended"])

@@ -7,6 +7,14 @@
 `m2flow plan`, `m2flow run` and `m2flow simulate` share this. Placement is searched for where the spec leaves it open: it has pools, or
 says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` applies.
 
+With `functions: {workers: auto}` the search also chooses the number of processes for functions, simulators among them: the fewest within 1%
+of the fastest. Of n processes, the busiest has ceil(units/n) of a call's units, and
+
+    step >= the longest chain of calls, work / n
+
+A flow without models is planned by these two alone. Limit: what functions and engines take from each other on one machine's cores is in no
+prediction, and the steps of a flow whose calls use results of the step before (`--behind`) may overlap more than is predicted.
+
 A plan by rule (`split`, `time-shared`) or from a file runs as it is; `forecast` only predicts its time, with the costs of a profile or of
 the hardware model. Limits: chunk sizes are the search's, and contention of processes without a lease on each other's devices is unknown.
 """
@@ -15,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +39,7 @@ from m2flow.macro.graph import MacroGraph
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import check_pins
 from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, Costs, EpisodeCosts, EpisodeTurn
-from m2flow.micro.protocol.plan import Choice, Plan, WorkerPlan
+from m2flow.micro.protocol.plan import Bound, Choice, Loser, Plan, TimeTerm, WorkerPlan
 from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.model_shapes import ModelShape
@@ -38,7 +47,7 @@ from m2flow.planner.pools import offered, refused_in_all
 from m2flow.planner.problem import options_of
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.search import find_plan
-from m2flow.planner.workload import Away, Workload, extents_of, workload_of
+from m2flow.planner.workload import Away, Workload, busiest_s, extents_of, num_units, workload_of
 from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.rollout_scheduling.lengths import Lengths, Mixture, parse_lengths
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
@@ -74,7 +83,90 @@ class Question:
         Raises:
             PlanError: nothing fits, with what is short and what would help.
         """
-        return find_plan(self.workload, self.lengths, self.costs, spec or self.spec, is_alone=is_alone, check=self.check)
+        spec = spec or self.spec
+        if spec.functions.workers != "auto":
+            return find_plan(self.workload, self.lengths, self.costs, spec, is_alone=is_alone, check=self.check)
+        started = time.perf_counter()
+        tried = _numbers_up_to(spec.num_cores, is_quick=not self.workload.engines)
+        found = {num: self._with_processes(num, spec, is_alone=True) for num in tried}
+        best_s = min(choice.predicted_step_s for choice in found.values())
+        best = next(num for num, choice in found.items() if choice.predicted_step_s <= best_s * _AS_FAST)
+        whole = found[best] if is_alone or not self.workload.engines else self._with_processes(best, spec, is_alone=False)
+        why = {num: "they are too few" if num < best else "more gain nothing" for num in (1, best // 2, best + 1, tried[-1])}
+        losers = [
+            Loser(f"{num} process{'es' if num > 1 else ''} for functions", found[num].predicted_step_s, why[num], found[num].parts)
+            for num in why
+            if num in found and num != best
+        ]
+        return msgspec.structs.replace(
+            whole,
+            losers=() if is_alone else (*whole.losers, *losers),
+            search_s=time.perf_counter() - started,
+            is_exact=whole.is_exact and len(tried) == tried[-1],
+        )
+
+    def _with_processes(self, num: int, spec: ClusterSpec, *, is_alone: bool) -> Choice:
+        """The fastest plan with so many processes for functions."""
+        fixed = spec.model_copy(update={"functions": spec.functions.model_copy(update={"workers": num})})
+        if self.workload.engines:
+            choice = find_plan(self.workload, self.lengths, self.costs, fixed, is_alone=is_alone, check=self.check)
+        else:
+            choice = choice_for_functions(self.workload, self.costs, fixed)
+        return msgspec.structs.replace(choice, num_function_workers=num)
+
+
+_AS_FAST = 1.01
+"""A plan is as fast as another if it takes at most so many times as long."""
+_MOST_TRIED = 16
+"""Numbers of processes that are all tried where each needs a search of placements; of more, some."""
+
+
+def _numbers_up_to(most: int, *, is_quick: bool) -> list[int]:
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, found[-1] + (1 if is_quick or found[-1] < _MOST_TRIED else found[-1] // 4)))
+    return found
+
+
+def choice_for_functions(workload: Workload, costs: Costs, spec: ClusterSpec) -> Choice:
+    """Predict a step of a flow that has functions alone, in as many processes as the spec says."""
+    num, chunk = spec.functions.num_workers, spec.functions.chunk
+    ends: dict[str, float] = {}
+    alone: dict[str, float] = {}
+    parts, work_s = [], 0.0
+    for call in workload.calls:
+        cost, units = costs.function(call.name), num_units(call)
+        seconds = busiest_s(cost, units, num, chunk)
+        ends[call.name] = max((ends[before] for before in call.after), default=0.0) + seconds
+        alone[call.name] = max((alone[before] for before in call.after), default=0.0) + busiest_s(cost, units, max(units, 1), 1)
+        work_s += busiest_s(cost, units, 1, chunk)
+        parts.append((call, seconds))
+    last = max(ends, key=lambda name: ends[name])
+    on_path, path_s = {last}, ends[last]
+    for call in reversed(workload.calls):
+        if call.name in on_path and call.after:
+            on_path.add(max(call.after, key=lambda name: ends[name]))
+    step_s = max(path_s, work_s / num)
+    longest = max(parts, key=lambda part: part[1])[0].name
+    return Choice(
+        flow=workload.flow,
+        cluster=spec.name,
+        mode="time-shared",
+        placements=(),
+        predicted_step_s=step_s,
+        parts=(
+            *(TimeTerm(call.name, seconds, call.name in on_path) for call, seconds in parts),
+            *([TimeTerm("calls that wait for a process", step_s - path_s)] if step_s > path_s else []),
+        ),
+        bounds=(Bound("critical path", max(alone.values())), Bound("work", work_s / spec.num_cores)),
+        is_exact=True,
+        gap_s=0.0,
+        advice=longest,
+        losers=(),
+        search_s=0.0,
+        constraints_cost_s={},
+        constants=costs.constants(),
+    )
 
 
 UNKNOWN_TOOLS = "what the agents' tools take is not known, so each episode counts as one turn; a profile of a run that played some knows it"
@@ -89,8 +181,8 @@ UNKNOWN_TURNS = (
 
 
 def is_searched(spec: ClusterSpec, models: Mapping[str, Model]) -> bool:
-    """Whether the search chooses the placement. A flow without models has nothing to place: functions go by the spec."""
-    return bool(models) and (bool(spec.pools) or spec.placement == "auto")
+    """Whether the search chooses the placement. A flow without models has nothing to place but functions, whose number may be chosen."""
+    return (bool(models) or spec.functions.workers == "auto") and (bool(spec.pools) or spec.placement == "auto")
 
 
 def with_shapes(spec: ClusterSpec, texts: tuple[str, ...]) -> ClusterSpec:

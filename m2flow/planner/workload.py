@@ -684,12 +684,27 @@ class FunctionTimes:
         return Times(t.first + self.first, total, t.last + self.last, np.maximum(t.busy, self.total), t.grain, t.rigid)
 
 
+def num_units(call: CallLoad) -> int:
+    """The units of a call on functions: samples, groups, or the whole batch."""
+    return {"sample": call.num_samples, "group": call.num_prompts, "minibatch": call.num_prompts, "batch": 1}[call.unit]
+
+
+def busiest_s(cost: FunctionCost, units: int, num_processes: int, chunk: int) -> float:
+    """Seconds that the process with the most units of a call takes, where all have as many as they can have alike.
+
+    >>> busiest_s(FunctionCost((0.5,)), 4, 3, 64)
+    1.0
+    """
+    own = -(-units // max(1, num_processes))
+    return own * cost.mean_s / max(1, min(cost.concurrency, own)) + cost.task_s * -(-own // max(1, chunk))
+
+
 def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
     """Times of a call whose units are taken in order by `num_processes` with `concurrency` units each, in tasks of at most `chunk`.
 
     The last unit in is out when the slowest of the c units in flight with it is: the quantile c/(c + 1) of the latency.
     """
-    units = {"sample": call.num_samples, "group": call.num_prompts, "minibatch": call.num_prompts, "batch": 1}[call.unit]
+    units = num_units(call)
     under_way = min(units, num_processes * cost.concurrency)
     at = np.linspace(0, 1, len(cost.quantiles_s)) if len(cost.quantiles_s) > 1 else np.zeros(1)
     last = float(np.interp(under_way / (under_way + 1), at, cost.quantiles_s)) if under_way else 0.0

@@ -60,7 +60,7 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         spec = ClusterSpec.model_validate(data)
     except ValidationError as error:
         paths = (
-            [str(part) for part in one.get("ctx", {}).get("at", one["loc"])] for one in error.errors()
+            [str(part) for part in one.get("ctx", {}).get("at", _field_of(one["loc"]))] for one in error.errors()
         )  # Names from the outermost field inwards.
         wrong = [(_place_of(root, names), names, one) for names, one in zip(paths, error.errors(), strict=True)]
         place, names, first = min(wrong, key=lambda found: found[0])
@@ -79,6 +79,11 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     named = [("pin",), ("shapes",), ("functions", "latency_s")]  # Their keys are names of the flow, which is not known here.
     given = ((*names, name) for names in named for name in _keys_of(data, names))
     return spec.placed({names: ":".join(map(str, (path, *_place_of(root, list(names))))) for names in given})
+
+
+def _field_of(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The field of an error, of one that takes a number or a word without which of the two pydantic tried."""
+    return loc[:-1] if loc and str(loc[-1]).startswith(("constrained-", "literal[")) else loc
 
 
 def _keys_of(data: dict[str, object], names: tuple[str, ...]) -> list[str]:

@@ -280,12 +280,13 @@ def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> It
                 what = f"call functions on {number} samples at once in a process{where}: functions: {{concurrency: {number}}}"
                 yield _Change(what, scenario, {"functions": {"concurrency": number}}, _MoreAtOnce(scenario.costs, number))
         computes = verdict is not None and "slow reward" in waits_for
+        now = sum(any(slot.kind == "function" for slot in worker.engines) for worker in plan.workers)
         for times in _MORE_PROCESSES:
-            workers = spec.functions.workers * times
+            workers = now * times
             if computes and workers > spec.num_cores:
                 continue
             where = "" if computes else ", if the machine has the cores or the functions wait"
-            what = f"judge in {workers} processes instead of {spec.functions.workers}{where}: functions: {{workers: {workers}}}"
+            what = f"judge in {workers} processes instead of {now}{where}: functions: {{workers: {workers}}}"
             yield _Change(what, scenario.on(_with(spec, "functions", workers=workers)), {"functions": {"workers": workers}})
     if any(slot.kind == "rollout" for worker in plan.workers for slot in worker.engines):
         if waits_for & {"generation", "tail", "tool"}:

@@ -22,17 +22,18 @@ from m2flow.environments.actor_critic import (
     ActorCritic,
     Simulator,
     as_input,
+    beside_each_other,
     build,
     episode_return,
+    lanes,
     pack,
     piece_advantages,
-    side_by_side,
     unpack,
 )
 from m2flow.environments.env import Env, GymEnv, Spaces, Step, Vector
 from m2flow.errors import EngineError, MissingExtra, OptionError
 from m2flow.macro.flow import load_flow
-from m2flow.spec import FunctionSpec
+from m2flow.spec import ClusterSpec, FunctionSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,36 +217,40 @@ class Track(Env):
 
 
 @flow
-def two_simulators(num_steps: int = 12) -> None:
+def on_track(num_steps: int = 12, num_lanes: int = 4) -> None:
     learner = ActorCritic(Track, optimizer=AdamW(1e-2), hidden=(16,), epochs=4)
-    simulators = [Simulator(Track, count=4, seed=seed, hidden=(16,), name=f"simulator_{seed}") for seed in (1, 2)]
-    learned, played = learner.start(), [simulator.start() for simulator in simulators]
+    simulator = Simulator(Track, count=2, seed=1, hidden=(16,))
+    learned, played = learner.start(), simulator.start(lanes(num_lanes))
     for _ in steps(num_steps):
-        played = [simulator.play(past, learned, horizon=16) for simulator, past in zip(simulators, played, strict=True)]
-        both = side_by_side(*played)
-        learned = learner.learn(learned, both)
-        log(episode_return=episode_return(both))
+        played = simulator.play(played, learned, horizon=16)
+        learned = learner.learn(learned, played)
+        log(episode_return=episode_return(played))
 
 
-def test_several_simulators_of_an_environment_of_ones_own_play_for_one_learner() -> None:
-    eager = run_eager(two_simulators, {}, SPLIT)
+def _with_workers(num: int) -> ClusterSpec:
+    return SPLIT.model_copy(update={"functions": FunctionSpec(workers=num)})
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_lanes_are_played_in_as_many_workers_as_there_are_with_the_same_result(num_workers: int) -> None:
+    eager = run_eager(on_track, {}, SPLIT)
     assert eager.error == "", eager.error
-    assert run_planned(two_simulators, {}, SPLIT.model_copy(update={"functions": FunctionSpec(workers=2)}), order_seed=3) == eager
+    assert run_planned(on_track, {}, _with_workers(num_workers), order_seed=num_workers) == eager
     returns = [value for _, name, value in eager.logs if name == "episode_return"]
     assert returns[-1] > 0.95 > returns[0]
 
 
-def test_pieces_of_several_simulators_have_the_environments_of_all() -> None:
-    first, second = (_made(Simulator, Track, count=count, seed=count) for count in (2, 3))
-    learned = _made(ActorCritic, Track).start()
-    pieces = [each.play(each.start(), learned, 5, np.random.default_rng(0)) for each in (first, second)]
-    join = side_by_side.__wrapped__  # type: ignore[attr-defined]
-    both, alone = unpack(join(*pieces))[0], [unpack(piece)[0] for piece in pieces]
-    assert both["rewards"].shape == (5, 5)
-    assert both["seen"].shape == (6, 5, 2)
+def test_what_lanes_played_is_one_piece_with_the_environments_of_all() -> None:
+    simulator, learned = _made(Simulator, Track, count=2), _made(ActorCritic, Track).start()
+    begun = [simulator.start({"lane": lane}) for lane in range(3)]
+    pieces = [simulator.play(each, learned, 5, np.random.default_rng(lane)) for lane, each in enumerate(begun)]
+    both, alone = beside_each_other(pieces), [unpack(piece)[0] for piece in pieces]
+    assert both["rewards"].shape == (5, 6)
+    assert both["seen"].shape == (6, 6, 2)
     np.testing.assert_array_equal(both["actions"], np.concatenate([piece["actions"] for piece in alone], axis=1))
-    with pytest.raises(OptionError, match="simulators played"):
-        join(pieces[0], second.play(pieces[1], learned, 4, np.random.default_rng(0)))
+    whole = unpack(_made(Simulator, Track, count=6).start({"lane": 0}))[1]["world"]
+    parts = [unpack(_made(Simulator, Track, count=2).start({"lane": lane}))[1]["world"] for lane in range(3)]
+    assert json.loads(whole) == [each for part in parts for each in json.loads(part)], "an environment's seed is its own, in any lanes"
 
 
 def test_an_environment_that_does_not_say_what_it_shows_is_refused() -> None:
@@ -258,24 +263,24 @@ def test_planned_and_eager_runs_of_the_flow_agree_to_the_bit() -> None:
     pytest.importorskip("gymnasium")
     flow = load_flow(str(ROOT / "flows" / "gym_ppo.py"))
     for behind in (False, True):
-        options = {"num_steps": 3, "count": 4, "horizon": 48, "behind": behind}
+        options = {"num_steps": 3, "num_lanes": 2, "count": 2, "horizon": 48, "behind": behind}
         eager = run_eager(flow, options, SPLIT)
         assert eager.error == "", eager.error
         assert [name for _, name, _ in eager.logs] == ["episode_return"] * 3
-        assert run_planned(flow, options, SPLIT, order_seed=2) == eager
+        assert run_planned(flow, options, _with_workers(2), order_seed=2) == eager
 
 
 def test_play_goes_on_the_same_in_a_worker_that_has_the_environments_and_in_one_that_has_not() -> None:
     pytest.importorskip("gymnasium")
     learner = _made(ActorCritic, "CartPole-v1", hidden=(8,))
     warm = _made(Simulator, "CartPole-v1", count=3, hidden=(8,))
-    learned, played = learner.start(), warm.start()
+    learned, played = learner.start(), warm.start({"lane": 1})
     for step in range(4):
         cold = _made(Simulator, "CartPole-v1", count=3, hidden=(8,))
         both = [each.play(played, learned, 20, np.random.default_rng(step)) for each in (warm, cold)]
         assert both[0] == both[1]
         played = both[0]
-        learned = learner.learn(learned, played, np.random.default_rng(step))
+        learned = learner.learn(learned, [played], np.random.default_rng(step))
 
 
 class Bright(Env):
@@ -309,12 +314,12 @@ def test_an_actor_learns_from_pictures_where_to_go() -> None:
     """Of its steps, those towards the pixel less those away from it: about 0 at first, nearly all at the end."""
     learner = _made(ActorCritic, Bright, hidden=(64,), optimizer=AdamW(3e-3, max_grad_norm=0.5), epochs=4, minibatch_size=128)
     simulator = _made(Simulator, Bright, count=16, hidden=(64,))
-    learned, played, gains = learner.start(), simulator.start(), []
+    learned, played, gains = learner.start(), simulator.start({"lane": 0}), []
     for step in range(14):
         played = simulator.play(played, learned, 32, np.random.default_rng(step))
         rows = unpack(played)[0]
         gains.append(float(rows["rewards"][rows["is_real"]].mean()))
-        learned = learner.learn(learned, played, np.random.default_rng(step))
+        learned = learner.learn(learned, [played], np.random.default_rng(step))
     assert gains[0] < 0.15
     assert np.mean(gains[-3:]) > 0.8, gains
 
@@ -326,8 +331,8 @@ def test_actors_of_continuous_actions_and_of_pictures_make_finite_steps() -> Non
     learner = _made(ActorCritic, "Pendulum-v1", hidden=(8,))
     simulator = _made(Simulator, "Pendulum-v1", count=2, hidden=(8,))
     first = learner.start()
-    played = simulator.play(simulator.start(), first, 30, np.random.default_rng(0))
-    learned = unpack(learner.learn(first, played, np.random.default_rng(0)))[0]
+    played = simulator.play(simulator.start({"lane": 0}), first, 30, np.random.default_rng(0))
+    learned = unpack(learner.learn(first, [played], np.random.default_rng(0)))[0]
     assert any(not np.array_equal(each, learned[name]) for name, each in unpack(first)[0].items() if name.startswith("w/"))
     assert np.isfinite(learned["w/actor.0.weight"]).all()
     spaces = Spaces((24, 20, 3), True, 4)

@@ -193,7 +193,7 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
         workers += [WorkerPlan(f"rollout-{number + i}", device, threads[0], (slots[role],)) for i, device in enumerate(devices)]
         number += len(devices)
     functions = (EngineSlot("*", "function", "python"),)
-    workers += [WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers)]
+    workers += [WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.num_workers)]
     return tuple(workers)
 
 
@@ -438,7 +438,8 @@ def workers_of_choice(choice: Choice, spec: ClusterSpec, device: str, *, determi
         )
         count[name] += 1
     functions = (EngineSlot("*", "function", "python"),)
-    return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
+    num_functions = choice.num_function_workers or spec.functions.num_workers
+    return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(num_functions))
 
 
 def _groups_of(slot: EngineSlot) -> tuple[int, ...]:

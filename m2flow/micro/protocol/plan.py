@@ -141,6 +141,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The interval in which the step time is believed to lie; two zeros: nobody knows."""
     held: tuple[HeldPart, ...] = ()
     """What the ranks of trainers hold whose ranks do not all hold the same."""
+    num_function_workers: int = 0
+    """Processes for functions, where the search chose their number; 0: those of the spec."""
 
     @property
     def lower_bound_s(self) -> float:

@@ -16,6 +16,10 @@ Rewards and ops (`FunctionDispatch`) are executed on whatever rows are ready, as
 to the stage's chunk and does not wait for more: while it runs, the next rows gather. Of several workers none takes more than its share, so
 that rows which come all at once are not one worker's alone; unless they take less time than a second task costs, by what workers report.
 
+Rows that a role's earlier call made go to the worker that made them, also if that is busy: its object of the role may have kept what the
+next call on such a row needs, as simulators keep their environments. A worker gets no more of them than its share, and those of a lost
+worker go to any.
+
 Chained calls: a call whose input rows a worker is about to make may be sent there early, and waits for them in the worker's queue, so
 that a chain of calls on the same rows needs no round trip to the controller between one and the next. That is done only where nothing is
 lost by it: both calls are one task each, nobody else could begin any of the second one's rows before, and no other call waits for the
@@ -247,11 +251,30 @@ class FunctionDispatch:
     def _start(self, worker: WorkerState, call_state: CallState) -> None:
         if call_state.stage.state and call_state.call.writes:
             worker.states.add(call_state.stage.state)
+        if kept := self._kept(call_state):
+            for home, rows in kept.items():
+                for start in range(0, len(rows), call_state.stage.chunk):
+                    part = rows[start : start + call_state.stage.chunk]
+                    self._give(self._state.workers[home], call_state, call_state.take_these(part))
+            return
         self._give(
             worker,
             call_state,
             self._state.hand_out(call_state, len(call_state.ready) if call_state.stage.is_barrier else self._num_next(worker, call_state)),
         )
+
+    def _kept(self, call_state: CallState) -> dict[str, list[int]]:
+        """Find ready rows of a role's call that an earlier call of the role made on a worker that may run this one: worker -> rows."""
+        role, workers = call_state.call.options.get("instance"), call_state.stage.workers
+        if role is None or len(workers) == 1 or call_state.stage.unit != "sample" or call_state.suspects:
+            return {}
+        found: dict[str, list[int]] = {}
+        for source in call_state.aligned_inputs:
+            if self._state.calls[source].call.options.get("instance") == role and not call_state.is_union:
+                makers = self._state.rows.makers(source, call_state.ready)
+                found = {name: rows for name, rows in makers.items() if name in workers and not self._state.workers[name].is_lost}
+        share = -(-len(call_state.ids) // sum(not self._state.workers[name].is_lost for name in workers)) if found else 0
+        return {name: rows[:share] for name, rows in found.items()}
 
     def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
         is_whole = len(rows) == len(call_state.ids) and not (call_state.drops or call_state.refill or call_state.has_restored)

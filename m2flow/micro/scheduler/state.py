@@ -147,6 +147,8 @@ class RowLocations:
     def __init__(self) -> None:
         self._places: dict[int, dict[str, set[int]]] = {}
         self._owners: dict[int, dict[int, str]] = {}
+        self._inherited: dict[int, set[int]] = {}
+        """Rows whose owner did not make them: the worker that did was lost."""
 
     def made(self, call: int, rows: Iterable[int], owner: str, sent_to: Iterable[str]) -> None:
         """Record rows made at `owner` and sent from there to others."""
@@ -155,6 +157,8 @@ class RowLocations:
             owners = self._owners[call] = {}
         made = dict.fromkeys(rows, owner)
         owners.update(made)
+        if call in self._inherited:
+            self._inherited[call].difference_update(made)
         places = self._places_of(call)
         for place in (owner, *sent_to):
             if (there := places.get(place)) is None:
@@ -190,12 +194,18 @@ class RowLocations:
             found.setdefault(self._owners[call][row], []).append(row)
         return found
 
+    def makers(self, call: int, rows: Iterable[int]) -> dict[str, list[int]]:
+        """Group these rows by the place that made them, without those of lost workers."""
+        inherited = self._inherited.get(call, set())
+        return self.owners(call, (row for row in rows if row not in inherited))
+
     def lost(self, place: str) -> None:
         """Remove a lost place. Rows that it owned are taken from another place that has them, or else from the ledger."""
         for call, owners in self._owners.items():
             places = {name: rows for name, rows in self._places.get(call, {}).items() if name not in (place, CONTROLLER)}
             for row in [row for row, owner in owners.items() if owner == place]:
                 owners[row] = next((name for name, rows in places.items() if row in rows), LEDGER)
+                self._inherited.setdefault(call, set()).add(row)
         for known in self._places.values():
             known.pop(place, None)
 
@@ -223,6 +233,7 @@ class RowLocations:
     def forget(self, call: int) -> list[str]:
         """Drop a call, and return the workers (and controller) that know it."""
         self._owners.pop(call, None)
+        self._inherited.pop(call, None)
         return [place for place in self._places.pop(call, {}) if place != LEDGER]
 
     def _places_of(self, call: int) -> dict[str, set[int]]:

@@ -32,6 +32,7 @@ from m2flow.micro.protocol.events import (
 from m2flow.micro.protocol.plan import Pace
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatch
+from m2flow.micro.scheduler.state import RowLocations
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 
 many = settings(max_examples=150, deadline=None)
@@ -275,3 +276,15 @@ def test_what_a_call_that_writes_had_not_reported_when_its_worker_was_lost_is_ru
     assert tasks(*added, Sourced(calls["dataset"].ordinal, rows, [1] * 3)) == [rows]
     assert tasks(FromWorker(worker, m.Finished(1, calls["noted"].ordinal, rows[:1], [1], [0], [], [0], [], None))) == []
     assert tasks(WorkerLost(worker, returns=True), WorkerJoined(worker, 1)) == [rows[1:]]
+
+
+def test_rows_that_a_lost_worker_made_are_nobodys_until_they_are_made_again():
+    rows = RowLocations()
+    rows.made(1, [10, 11], "functions-0", ["functions-1"])
+    rows.made(1, [12], "functions-1", [])
+    assert rows.makers(1, [10, 11, 12]) == {"functions-0": [10, 11], "functions-1": [12]}
+    rows.lost("functions-0")
+    assert rows.owners(1, [10, 11, 12]) == {"functions-1": [10, 11, 12]}, "it has a copy"
+    assert rows.makers(1, [10, 11, 12]) == {"functions-1": [12]}
+    rows.made(1, [10], "functions-1", [])
+    assert rows.makers(1, [10, 11]) == {"functions-1": [10]}
