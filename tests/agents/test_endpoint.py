@@ -373,7 +373,7 @@ def test_the_command_serves_a_model_until_it_is_interrupted(folder: str, tmp_pat
         assert httpx.post(f"{url}/chat/completions", json=asked, timeout=120, trust_env=False).status_code == 200
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (0, "loading tiny on cpu\n")
 
 
 def last_token(sample: Sample) -> float:
@@ -434,7 +434,7 @@ def test_the_command_serves_the_model_that_a_run_has_trained(options: tuple[str,
         refused = httpx.post(f"{url}/chat/completions", json={**body, "model": "other"}, timeout=120, trust_env=False)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (0, f"loading {run.name} on cpu\n")
     assert (name, refused.status_code) == (run.name, 404)
     (choice,) = answer["choices"]
     assert choice["message"]["content"] == text
