@@ -38,7 +38,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 # Collected tests and torch's modules are no garbage: nothing is looked for while they are loaded, a third of that time, and nothing that
 # is there by then is looked at again. What tests say of objects' ends they collect for themselves.
 gc.disable()
-gc.set_threshold(50_000, 20, 50)
+gc.set_threshold(500_000, 20, 50)
 atexit.register(gc.freeze)  # At the end Python would go three times through all that is left.
 
 _MARKS = ("gpu", "slow", "long")
