@@ -34,6 +34,9 @@ from hypothesis.internal.conjecture import providers
 
 # As `m2flow run --deterministic` does before torch is loaded: eager runs in this process are compared bit by bit with those of workers.
 os.environ.setdefault("MKL_CBWR", "AUTO")
+# As workers have it: eager runs and runs in this process ask torch for several threads, which would spin on cores that others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Collected tests and torch's modules are no garbage: nothing is looked for while they are loaded, a third of that time, and nothing that
 # is there by then is looked at again. What tests say of objects' ends they collect for themselves.
