@@ -110,8 +110,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # `torch.manual_seed` writes down the stack for each kind of device that is not here: a millisecond a test.
+        (torch.default_generator if torch.accelerator.current_accelerator() is None else torch).manual_seed(seed)
 
 
 class _Account:
