@@ -66,10 +66,15 @@ def _key(package: str) -> str:
     return package.replace(".", "_")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file says, parsed."""
+    return ast.parse(path.read_text())
+
+
 def _imported(path: Path) -> Iterator[str]:
     """Modules that a file imports when it runs, with the names taken from them: `package.module` and `package.module.name` alike."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    nodes = list(ast.walk(tree_of(path)))
     typing = {
         id(each)
         for node in nodes

@@ -201,12 +201,17 @@ def _environments() -> str:
     return "\n".join(lines)
 
 
+_BEGINS_WITH = re.compile(r'r?"""(?:[^\\]|\\.)*?"""', re.DOTALL)
+"""The docstring of a module, in its source."""
+
+
 def _modules() -> str:
     """What every module of the package hides: its docstring, as it stands there."""
     package = Path(m2flow.__file__).parent
     lines = ["# Modules", "", "What each module of `m2flow` hides, for those who change it: the docstrings."]
     for path in sorted(package.rglob("*.py")):
-        said = ast.get_docstring(ast.parse(path.read_text()))
+        begin = _BEGINS_WITH.match(path.read_text())
+        said = begin and ast.get_docstring(ast.parse(begin[0]))  # To parse all of each file takes a second.
         if said:
             name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
             lines += ["", f"## {name}", "", "```text", said, "```"]

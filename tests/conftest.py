@@ -34,11 +34,14 @@ from hypothesis.internal.conjecture import providers
 
 # As `m2flow run --deterministic` does before torch is loaded: eager runs in this process are compared bit by bit with those of workers.
 os.environ.setdefault("MKL_CBWR", "AUTO")
+# As workers have it: eager runs and runs in this process ask torch for several threads, which would spin on cores that others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Collected tests and torch's modules are no garbage: nothing is looked for while they are loaded, a third of that time, and nothing that
 # is there by then is looked at again. What tests say of objects' ends they collect for themselves.
 gc.disable()
-gc.set_threshold(50_000, 20, 50)
+gc.set_threshold(500_000, 20, 50)
 atexit.register(gc.freeze)  # At the end Python would go three times through all that is left.
 
 _MARKS = ("gpu", "slow", "long")
@@ -107,8 +110,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # `torch.manual_seed` writes down the stack for each kind of device that is not here: a millisecond a test.
+        (torch.default_generator if torch.accelerator.current_accelerator() is None else torch).manual_seed(seed)
 
 
 class _Account:

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
-from packages import BEGIN, END, file_graph, package_graph, picture  # noqa: E402
+from packages import BEGIN, END, file_graph, package_graph, picture, tree_of  # noqa: E402
 
 PACKAGE = ROOT / "m2flow"
 
@@ -73,14 +73,9 @@ def _modules() -> list[Path]:
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
     """Imports, functions and calls, wherever in the file: what these tests ask for."""
-    return tuple(node for node in ast.walk(_tree(path)) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call, *FUNCTIONS)))
+    return tuple(node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call, *FUNCTIONS)))
 
 
 @functools.cache
@@ -210,7 +205,7 @@ def test_torch_is_imported_by_engines_and_algorithms_and_inside_functions_elsewh
     for path in _modules():
         if path.relative_to(PACKAGE).parts[0] in ("engines", "algorithms"):
             continue
-        for node in _tree(path).body:
+        for node in tree_of(path).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             wrong += [f"{path.relative_to(ROOT)}:{node.lineno}" for name in names if name.split(".")[0] in HEAVY]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from m2flow import (
     Reward,
     RewardModel,
     Role,
+    Rows,
     Sample,
     Sampling,
     Sandbox,
@@ -100,15 +102,43 @@ def tool_of(**options: object) -> object:
 
 
 class World:
-    """What the calls of a flow need of the lines before."""
+    """What the calls of a flow need of the lines before; a line stands in the flow when it is first needed."""
 
-    def __init__(self) -> None:
-        self.policy, self.reward = Policy("fake"), Reward(judge)
-        self.reference, self.critic, self.model = Reference(self.policy), Critic(self.policy), RewardModel("fake")
-        self.dataset = Dataset(ROWS)
-        self.responses = self.policy.generate(self.dataset.take(2), n=2, max_new_tokens=4)
-        self.rewards = self.reward.score(self.responses)
-        self.values = self.critic.values(self.responses)
+    @functools.cached_property
+    def policy(self) -> Policy:
+        return Policy("fake")
+
+    @functools.cached_property
+    def reward(self) -> Reward:
+        return Reward(judge)
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        return Reference(self.policy)
+
+    @functools.cached_property
+    def critic(self) -> Critic:
+        return Critic(self.policy)
+
+    @functools.cached_property
+    def model(self) -> RewardModel:
+        return RewardModel("fake")
+
+    @functools.cached_property
+    def dataset(self) -> Dataset:
+        return Dataset(ROWS)
+
+    @functools.cached_property
+    def responses(self) -> Rows:
+        return self.policy.generate(self.dataset.take(2), n=2, max_new_tokens=4)
+
+    @functools.cached_property
+    def rewards(self) -> Rows:
+        return self.reward.score(self.responses)
+
+    @functools.cached_property
+    def values(self) -> Rows:
+        return self.critic.values(self.responses)
 
 
 Options = dict[str, object]
