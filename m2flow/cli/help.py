@@ -354,7 +354,14 @@ def _text_of_name(name: str, value: object) -> str:
     below = [] if issubclass(value, BaseModel | errors.M2FlowError) else [(f"{name}.{method}", member) for method, member in methods(value)]
     if below:
         width = max(len(path) for path, _ in below)
-        lines += ["", "Methods:", *(f"  {path:<{width}}  {first_line(member)}".rstrip() for path, member in below)]
+        lines += [
+            "",
+            "Methods:",
+            *(
+                f"  {path:<{width}}  {'(a property) ' * isinstance(member, property)}{first_line(member)}".rstrip()
+                for path, member in below
+            ),
+        ]
     return "\n".join([*lines, "", *since(name, value)])
 
 

@@ -19,16 +19,18 @@ import sqlite3
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import final
+from typing import final, get_args
 
 import msgspec
 import numpy as np
 
-from m2flow.errors import SpecError
+from m2flow.errors import EngineError, SpecError
 from m2flow.micro.records.ledger import read_incidents
 from m2flow.micro.records.rundir import reading_ledger
+from m2flow.micro.records.sample_query import SampleQuery, text_of
 from m2flow.observe.metrics import read_metrics
 from m2flow.observe.store import CounterColumn
+from m2flow.recipe import EpisodeFailure
 from m2flow.samples import Finish
 from m2flow.viewer.run_trace import RunTrace
 
@@ -145,6 +147,7 @@ RULES = {
         "above 25% of recent samples end at the token limit",
         "docs/guide/rollout-scheduling.md#length-bias",
     ),
+    "failed": Rule("episodes fail", "warn", "above 10% of recent episodes", "docs/guide/agents.md"),
     "mismatch": Rule(
         "trainer and rollout differ",
         "bad",
@@ -370,6 +373,7 @@ def is_held(run_dir: Path) -> bool:
 _RECENT = 3
 """The steps that count as the newest, and as the first."""
 _EXPLODES, _COLLAPSES, _EQUAL, _CUT_OFF = 10.0, 0.1, 0.7, 0.25
+_FAIL, _LOOKED_AT = 0.1, 32
 _DIFFERS, _LEAST_SHARE, _DRIFTS, _NEAR, _JUMP_S, _FULL = 0.1, 0.3, 2.0, 0.9, 0.05, 0.5
 
 
@@ -379,7 +383,7 @@ def alerts_of(run_dir: Path, trace: RunTrace | None) -> list[Alert]:
     Args:
         trace: None: only rules about metrics and samples.
     """
-    found = [*_of_metrics(run_dir), *_of_samples(run_dir)]
+    found = [*_of_metrics(run_dir), *_of_samples(run_dir), *_of_episodes(run_dir)]
     if trace is not None:
         found += [*_of_clocks(trace), *_of_memory(trace), *_of_channels(trace)]
     with contextlib.suppress(sqlite3.Error, SpecError):
@@ -461,6 +465,20 @@ def _of_samples(run_dir: Path) -> Iterator[Alert]:
         cut = sum(finish == Finish.LENGTH.value for _, _, finish, _ in rows)
         if len(rows) >= 8 and cut > _CUT_OFF * len(rows):
             yield _alert("truncated", f"{cut} of the last {len(rows)} responses ({cut / len(rows):.0%})", "samples")
+
+
+def _of_episodes(run_dir: Path) -> Iterator[Alert]:
+    """Look at the newest episodes, where some of the newest steps failed: how the last of them did."""
+    causes = tuple(f"episodes/{cause}" for cause in get_args(EpisodeFailure))
+    recent = [points[-_RECENT:] for name, points in read_metrics(run_dir).items() if name.endswith(causes)]
+    if not any(value > 0 for points in recent for _, value in points):
+        return
+    with contextlib.suppress(sqlite3.Error, SpecError, EngineError), SampleQuery(run_dir) as query:
+        newest = [row for row in map(query.rows_of, query.newest(_LOOKED_AT)) if "failure" in row]
+        failed = [row for row in newest if row.ragged("failure").item(0)]
+        if len(failed) > _FAIL * len(newest):
+            how = text_of(failed[0]).columns["failure"]
+            yield _alert("failed", f"{len(failed)} of the last {len(newest)}; {how}", "samples")
 
 
 def _of_clocks(trace: RunTrace) -> Iterator[Alert]:

@@ -10,9 +10,11 @@ import time
 
 import numpy as np
 import pytest
+from one_thread import SteppedRun
 from played_episodes import SPEC, host, played, start_of
+from resumed_runs import fake_cluster
 
-from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, tool
+from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, steps, tool
 from m2flow.agents.episodes import EpisodeStart
 from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import Generated, Sums
@@ -21,8 +23,10 @@ from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Finish, Ragged, Segment
+from m2flow.spec import RunSettings
 from m2flow.testing.random_programs import difference_of
 from m2flow.testing.world import run_eager, run_planned
+from m2flow.viewer.health import alerts_of
 
 pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
@@ -364,6 +368,31 @@ def test_a_failed_episode_is_masked_raised_or_zero_and_counted_by_its_cause():
     eager, planned = run_eager(training, {"failed": "raise"}, SPEC), run_planned(training, {"failed": "raise"}, SPEC)
     assert eager.error == planned.error
     assert "failed (tool_failed): the machine is gone" in eager.error
+
+
+@agent
+async def bold(chat: Chat, row: Sample) -> float:
+    return float((await chat.say(f"{row.prompt} {chat.rng.random()}", max_tokens=4)).text == chat.messages())  # type: ignore[operator]
+
+
+@flow
+def failing(who: str = "bold") -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    rows = Dataset([{"prompt": f"{i}?"} for i in range(4)])
+    for _ in steps(1):
+        episodes = policy.rollout({"bold": bold, "sometimes": sometimes}[who], rows.take(4), n=4, max_tokens=20)
+        policy.update(episodes, episodes.reward)
+
+
+@pytest.mark.filterwarnings("ignore:step 0.* skipped an optimiser step")
+@pytest.mark.parametrize(
+    ("who", "says"), [("bold", "16 of the last 16; raised: TypeError: 'list' object"), ("sometimes", "; tool_failed: the ")]
+)
+def test_a_run_whose_episodes_fail_says_how_they_do(who, says, tmp_path):
+    run = SteppedRun(failing, {"who": who}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    (found,) = [alert for alert in alerts_of(run.run_dir, None) if alert.rule == "failed"]
+    assert says in found.says
 
 
 @flow

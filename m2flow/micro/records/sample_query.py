@@ -360,6 +360,10 @@ class SampleQuery:
         segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
         return self._row((segment, *place), packed)
 
+    def newest(self, limit: int) -> list[int]:
+        """Samples of the last steps, the newest first."""
+        return [packed for (packed,) in self._rows("SELECT id FROM samples ORDER BY step DESC, id DESC LIMIT ?", (limit,))]
+
     def episode(self, packed: int) -> tuple[Mapping[str, Any], str]:
         """The record of an episode, and how it failed, if it did. Of a sample that there is not, the record is empty.
 
