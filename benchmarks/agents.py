@@ -1,7 +1,7 @@
 """How close thousands of episodes with waiting tools come to a bound that no schedule can beat, and to the same loop in plain asyncio.
 
     python benchmarks/agents.py [--episodes 2000] [--slots 256] [--step-ms 40] [--cache TOKENS] [--wait-s 1] [--rounds 1]
-    python benchmarks/agents.py --sglang .venv-sglang/bin/python --episodes 128 --slots 16 --cache 40000 --rounds 3
+    python benchmarks/agents.py --sglang .venv-sglang/bin/python --episodes 128 --slots 16 --cache 20000 --rounds 3
 
 Each episode has two to six turns of 8 to 128 tokens (geometric, mean 32), and between two turns a tool that waits for an exponential time.
 The engine takes a given time, as an inference server does (`sides/paced.py`), and computes nothing: what a run takes beyond it is the
@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=40.0)
     parser.add_argument("--prefill-us", type=float, default=5.0)
-    parser.add_argument("--cache", type=int, default=2_000_000, help="tokens")
+    parser.add_argument("--cache", type=int, default=2_000_000, help="tokens; in the SGLang server each takes 4 KiB")
     parser.add_argument("--wait-s", type=float, default=1.0, help="mean wait in a tool")
     parser.add_argument("--chunk", type=int, help="of the cluster spec: most episodes at once in the instance")
     parser.add_argument("--rounds", type=int, default=1)

@@ -39,6 +39,8 @@ _START_TIMEOUT_S = 900.0
 def tiny_model(place: Path) -> Model:
     """Write a Qwen2 of four layers with random weights, and a tokenizer of bytes.
 
+    Its width is such that reading a prompt anew takes a noticeable part of the time. (SGLang's attention on a CPU computes the queries of a
+    whole prompt, cached or not: less is saved here than on a GPU.)
     The first feature of each embedding is a constant that the special tokens' rows of the head make a large negative logit.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -48,7 +50,7 @@ def tiny_model(place: Path) -> Model:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=_SPECIAL[0], chat_template=_TEMPLATE)
     tokenizer.save_pretrained(place)
     config = transformers.Qwen2Config(
-        vocab_size=len(_SPECIAL) + len(alphabet), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=len(_SPECIAL) + len(alphabet), hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=0, pad_token_id=0, bos_token_id=None,
         tie_word_embeddings=False,
     )  # fmt: skip
