@@ -1,6 +1,7 @@
 """How close thousands of episodes with waiting tools come to a bound that no schedule can beat, and to the same loop in plain asyncio.
 
     python benchmarks/agents.py [--episodes 2000] [--slots 256] [--step-ms 40] [--cache TOKENS] [--wait-s 1] [--rounds 1]
+    python benchmarks/agents.py --sglang .venv-sglang/bin/python --episodes 128 --slots 16 --cache 20000 --rounds 3
 
 Each episode has two to six turns of 8 to 128 tokens (geometric, mean 32), and between two turns a tool that waits for an exponential time.
 The engine takes a given time, as an inference server does (`sides/paced.py`), and computes nothing: what a run takes beyond it is the
@@ -15,6 +16,11 @@ order in which they come (`first come`), those of episodes with the fewest turns
 those of episodes with the longest rest first (`longest rest`). The plain loop has the same engine on a thread, the same messages, lengths
 and waits, and keeps no record of anything. One after the other in one run, each round; the time is from the first request to the last
 answer. Prints JSON.
+
+With `--sglang` both have one SGLang server with a tiny random model on this machine's CPU (`sides/sglang_server.py`), in turns, and no
+bound is known. Its cache is emptied before each. The plain loop plays twice: with as many requests at once as the server decodes
+(`--slots`), and with each as it comes (`unlimited`). All must generate and read the same numbers of tokens. `cached_share` is the share of
+the prompts' tokens that the server had in its prefix cache.
 """
 
 from __future__ import annotations
@@ -34,14 +40,16 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sides.paced import PacedRollout, registered
+from sides.sglang_server import END_OF_TURN, Played, Server, Turn, play, tiny_model
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, log, tool
-from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow.engines.contract import EngineSettings, Generated, Language, Request
 from m2flow.observe.store import read_spans
 from m2flow.recipe import Model, Sampling
 from m2flow.runner.run import Run
@@ -95,8 +103,8 @@ async def player(chat: Chat, row: Sample) -> float:
 
 
 @flow
-def episodes(num: int = 2000, wait_s: float = 1.5) -> None:
-    policy = Policy("fake")
+def episodes(num: int = 2000, wait_s: float = 1.5, model: str = "fake") -> None:
+    policy = Policy(model)
     rows = Dataset([{"prompt": question_of(i), "work": f"{i} {wait_s}"} for i in range(num)])
     played = policy.rollout(player, rows.take(num), max_tokens=3000, max_turns=8)
     log(turns=played.num_turns.mean(), episodes=played.reward.sum() / played.reward.mean())
@@ -198,6 +206,77 @@ def planned(options: dict[str, float | int | str | bool], slots: int, num: int, 
     return Ran(took_s, json.loads(told.read_text()), most)
 
 
+# ---- the same server for both
+
+
+def on_server(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Rounds of a run and of the plain loops in turns, on one server."""
+    model = tiny_model(folder / "model")
+    with Server(model, args.sglang, args.slots, args.cache) as server:
+        language = server.language
+        played = [turns_on_server(language, number, args.wait_s) for number in range(args.episodes)]
+
+        def plainly(slots: int | None) -> Played:
+            found = asyncio.run(play(server.url, slots, played))
+            _tool_slots.clear()
+            return found
+
+        sides = {
+            "episodes": lambda: planned_on_server(server.url, model.path, args, folder),
+            "plain": lambda: plainly(args.slots),
+            "unlimited": lambda: plainly(None),
+        }
+        asyncio.run(play(server.url, args.slots, played[: args.slots]))  # The first requests to a server take longer.
+        _tool_slots.clear()
+        rounds = [round_on_server(sides, at) for at in range(args.rounds)]
+    medians = {name: statistics.median(one[name] for one in rounds) for name in ("plain_over_ours", "unlimited_over_ours")}
+    return {**medians, "rounds": rounds}
+
+
+def round_on_server(sides: Mapping[str, Callable[[], Played]], at: int) -> dict[str, Any]:
+    """Each side once, another one first in each round."""
+    load, names = os.getloadavg()[0], list(sides)
+    order = names[at % len(names) :] + names[: at % len(names)]
+    played = {name: sides[name]() for name in order}
+    if len(sizes := {(one.num_tokens, one.num_prompt_tokens) for one in played.values()}) > 1:
+        raise SystemExit(f"the sides did not generate and read the same numbers of tokens: {sizes}")
+    ours = played["episodes"]
+    told: dict[str, Any] = {"order": order, "num_tokens": ours.num_tokens, "num_prompt_tokens": ours.num_prompt_tokens}
+    for name, one in played.items():
+        told[f"{name}_s"] = round(one.seconds, 2)
+        told[f"{name}_cached_share"] = round(one.num_cached / one.num_prompt_tokens, 3)
+    ratios = {f"{name}_over_ours": round(played[name].seconds / ours.seconds, 3) for name in names if name != "episodes"}
+    return {**told, **ratios, "load": round(load, 1)}
+
+
+def turns_on_server(language: Language, number: int, wait_s: float) -> list[Turn]:
+    """The turns of an episode, each with what the template puts before it."""
+    turns = turns_of(number, wait_s)
+    first = language.conversation([{"role": "user", "content": question_of(number)}], [wait.description])
+    bridge = language.conversation([{"role": "tool", "content": _RESULT}], ())
+    waits = [partial(asyncio.sleep, 0), *(partial(wait.function, turn.wait_s) for turn in turns[:-1])]
+    texts = [first, *[END_OF_TURN + bridge] * (len(turns) - 1)]
+    return [Turn(language.encode_target(text), turn.num_tokens, before) for text, turn, before in zip(texts, turns, waits, strict=True)]
+
+
+def planned_on_server(url: str, model: str, args: argparse.Namespace, folder: Path) -> Played:
+    """A run of the flow on a server that is there."""
+    rollout = RolloutSpec(engine="sglang", max_running=args.slots, chunk=args.chunk, options={"url": url})
+    options = {"num": args.episodes, "wait_s": args.wait_s, "model": model}
+    run = Run(episodes, options, ClusterSpec(placement="split", device="cpu", rollout=rollout), RunSettings(runs_dir=str(folder)))
+    run.execute()
+    spans = read_spans(run.run_dir)
+    samples = [span for span in spans if span.name == "sample"]
+    if len(samples) != args.episodes:
+        raise SystemExit(f"{len(samples)} episodes of {args.episodes} ended")
+    turns = [span.attributes for span in spans if span.name == "turn"]
+    num_tokens, num_prompt, num_cached = (
+        sum(int(str(turn.get(name, 0))) for turn in turns) for name in ("num_tokens", "num_prompt_tokens", "num_cached")
+    )
+    seconds = (max(span.end_ns for span in samples) - min(span.start_ns for span in samples)) / 1e9
+    return Played(seconds, num_tokens, num_prompt, num_cached)
+
+
 def new_tokens() -> tuple[Callable[[int], int], int]:
     """Tokens of an episode's first prompt, by its number, and of what each tool's result adds."""
     language = FakeLanguage()
@@ -284,11 +363,17 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=40.0)
     parser.add_argument("--prefill-us", type=float, default=5.0)
-    parser.add_argument("--cache", type=int, default=2_000_000, help="tokens")
+    parser.add_argument("--cache", type=int, default=2_000_000, help="tokens; in the SGLang server each takes 4 KiB")
     parser.add_argument("--wait-s", type=float, default=1.0, help="mean wait in a tool")
     parser.add_argument("--chunk", type=int, help="of the cluster spec: most episodes at once in the instance")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--sglang", metavar="PYTHON", help="an interpreter with SGLang: both have a server of it")
     args = parser.parse_args()
+    hardware = {"cpu": platform.processor() or platform.machine(), "num_cpus": os.cpu_count(), "python": platform.python_version()}
+    if args.sglang:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps({"hardware": hardware, "options": vars(args), **on_server(args, Path(folder))}, indent=2))
+        return
     options: dict[str, float | int | str | bool] = {
         "step_ms": args.step_ms, "prefill_us": args.prefill_us, "cache": args.cache,
     }  # fmt: skip
@@ -317,7 +402,6 @@ def main() -> None:
                 "plain_engine": engine.told(),
                 "load": round(load, 1),
             })  # fmt: skip
-    hardware = {"cpu": platform.processor() or platform.machine(), "num_cpus": os.cpu_count(), "python": platform.python_version()}
     print(json.dumps({
         "hardware": hardware,
         "options": vars(args),
