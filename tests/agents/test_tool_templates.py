@@ -40,6 +40,7 @@ QWEN25 = (
     "{% for m in messages %}{% if m.role in ('user', 'system') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}{% set said = m.content %}<|im_start|>assistant\n{{ said }}" + _HERMES_CALLS + _RESULTS
 )
+SHIPPED = (Path(__file__).parents[2] / "flows" / "models" / "chatml-tools.jinja").read_text()
 QWEN3 = (
     f"{_TOOLS}"
     'Return <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n{% endif %}'
@@ -250,6 +251,9 @@ _MISTRAL_IDS = [["abcdefgh1"], ["abcdefgh2", "abcdefgh3"], [], ["abcdefgh4"]]
 MODELS = {
     "Qwen2.5": Model(
         "hermes", QWEN25, _IM, 1, [f"So.\n{hermes(named(ONE))}", hermes(named(TWO), named(THREE)), "It is 5.", hermes(named(ONE))]
+    ),
+    "ours": Model(
+        "hermes", SHIPPED, _IM, 1, [f"So.\n{hermes(named(ONE))}", hermes(named(TWO), named(THREE)), "It is 5.", hermes(named(ONE))]
     ),
     "Qwen3": Model(
         "hermes",
