@@ -615,9 +615,10 @@ class EpisodeMoves:
         """Stop episodes of a worker that should go on elsewhere."""
         if self._policies.names or name in self._policies.moving:
             return
-        of_call = {row: task.message.call for _, task in self._state.tasks.of(name) for row in task.rows}
+        known = self._state.calls  # A call that is over may be forgotten while its samples are being stopped.
+        of_call = {row: task.message.call for _, task in self._state.tasks.of(name) if task.message.call in known for row in task.rows}
         for ordinal in sorted({of_call[row] for row in message.ids if row in of_call}):
-            call_state = self._state.calls[ordinal]
+            call_state = known[ordinal]
             rows = [place for place, row in enumerate(message.ids) if of_call.get(row) == ordinal]
             if moving := self._chosen(call_state, name, message, rows):
                 self._policies.moving[name] = moving
