@@ -375,6 +375,8 @@ class CallState:
     """Rows that were handed out."""
     tasks_at: dict[str, int] = field(default_factory=dict)
     """Worker -> number of the call's tasks that it has."""
+    num_kept: dict[str, int] = field(default_factory=dict)
+    """Worker -> number of rows that it was given since an earlier call of the role made these there."""
     users: dict[int, CallState] = field(default_factory=dict)
     """Unfinished calls that take its result, in program order."""
     done: set[int] = field(default_factory=set)
