@@ -161,6 +161,15 @@ def test_what_was_stopped_begins_at_once_where_it_is_to_go_on_and_an_instance_is
     assert two.queued() != []
 
 
+def test_what_is_stopped_for_another_reason_answers_nothing():
+    two = Two(0)
+    (asked,) = two.queued()
+    two.say("rollout-1", m.Preempted(two.here.call, two.here.ids[:1], [two.here.number]))
+    assert two.queued() == [], "it is asked once at a time"
+    begun = two.say("rollout-1", m.Preempted(two.here.call, asked, [two.here.number] * len(asked)))
+    assert begun, "what was asked for goes on"
+
+
 def test_an_episode_that_waits_wherever_it_goes_moves_ever_more_rarely():
     """As where few large contexts fill the caches of both instances, in which there seems to be room for more small ones."""
     two = Two(0)

@@ -665,6 +665,8 @@ class EpisodeMoves:
 
     def preempted(self, name: str, message: m.Preempted) -> list[tuple[CallState, WorkerState, list[int]]]:
         """Note what a worker has stopped; the episodes that are to go on at once, by call and worker."""
+        if message.ids and not self._policies.moving.get(name, {}).keys() & set(message.ids):
+            return []  # They were stopped for another reason, and what was asked is to be answered yet.
         moving = self._policies.moving.pop(name, {})
         call_state = self._state.calls.get(message.call)
         if not moving or call_state is None:
