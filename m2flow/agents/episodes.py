@@ -240,10 +240,11 @@ class _Episode:
         except NoReward as error:
             columns, added = {"failure": "no_reward"}, {"error": str(error)}
         except BaseException as error:
-            if is_stopped(error):
+            if is_stopped(error) and not self.host.has(self):
                 return
             columns, added = {"failure": "raised"}, {"error": f"{type(error).__name__}: {error}"}
-            self.host.show(self.id, traceback.format_exc())
+            if not is_stopped(error):  # Else it has cancelled itself, or the run ends.
+                self.host.show(self.id, traceback.format_exc())
         self.host.post(lambda: self.host.end(self, columns, added))
 
     async def _played(self) -> Rewards:
@@ -368,6 +369,10 @@ class Episodes:
         """The engine of one who speaks in an episode."""
         return self._roles[dict(episode.start.bounds.speakers)[by]] if by else self
 
+    def has(self, episode: _Episode) -> bool:
+        """Whether an episode runs here, and was not given up. Any thread may call this."""
+        return self._episodes.get(episode.id) is episode
+
     def lets_speak(self, role: str) -> bool:
         """Whether an episode runs in which this role, another than its own, may speak."""
         return any(role == other for episode in self._episodes.values() for _, other in episode.start.bounds.speakers)
@@ -396,7 +401,7 @@ class Episodes:
 
     def take_turn(self, episode: _Episode, turn: _Turn) -> None:
         """Give a turn to the engine, or answer it from the record."""
-        if self._episodes.get(episode.id) is not episode or turn.answer.cancelled():
+        if not self.has(episode) or turn.answer.cancelled():
             return
         asked = turn.asked
         strands = episode.transcript.conversations.get(asked.name, [])
@@ -568,7 +573,7 @@ class Episodes:
 
     def drop_turn(self, episode: _Episode, turn: _Turn) -> None:
         """Give up a turn that is not waited for any longer; its tokens so far stay in the episode."""
-        if self._episodes.get(episode.id) is not episode:
+        if not self.has(episode):
             return
         if turn in episode.queued:
             episode.queued.remove(turn)
@@ -582,7 +587,7 @@ class Episodes:
 
     def note(self, episode: _Episode, key: str, what: Mapping[str, object], done: asyncio.Future[None], *, has_effects: bool) -> None:
         """Take what a tool call was, or gave, into the record. That one without effects begins need not be written at once."""
-        if self._episodes.get(episode.id) is not episode:
+        if not self.has(episode):
             return
         episode.transcript.tools[key] = {**episode.transcript.tools.get(key, {}), **what}
         if has_effects:
@@ -592,7 +597,7 @@ class Episodes:
 
     def end(self, episode: _Episode, columns: Mapping[str, object], added: Mapping[str, object]) -> None:
         """Make the row of an episode that is over, with what is added to its record."""
-        if self._episodes.get(episode.id) is not episode:
+        if not self.has(episode):
             return
         episode.queued.clear()
         if episode.waiting is not None:

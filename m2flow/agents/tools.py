@@ -332,6 +332,8 @@ class Threads(ThreadPoolExecutor):
                 continue
             try:
                 result = call()
+            except StopIteration:  # A future refuses it: who awaits that would wait for ever.
+                future.set_exception(RuntimeError("a plain function raised StopIteration"))
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -74,6 +74,12 @@ def quits() -> str:
     raise SystemExit("enough")
 
 
+@tool(replay="pure", timeout_s=None)
+def takes_the_first_of_none() -> str:
+    """Raise what no future can give on."""
+    return next(iter(()))
+
+
 @tool(replay="pure")
 async def gives_up() -> str:
     """Wait for what is cancelled."""
@@ -85,13 +91,22 @@ async def gives_up() -> str:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("sleepy", ""), ("fatal", "tool_failed"), ("gone", "tool_failed"), ("blocks", ""), ("nothing", ""), ("quits", ""), ("gives_up", "")],
+    [
+        ("sleepy", ""),
+        ("fatal", "tool_failed"),
+        ("gone", "tool_failed"),
+        ("blocks", ""),
+        ("nothing", ""),
+        ("quits", ""),
+        ("gives_up", ""),
+        ("takes_the_first_of_none", ""),
+    ],
 )
 def test_a_tools_error_is_a_text_for_the_model_or_the_end_of_the_episode_as_declared(loop, name, how):
     said: list[str] = []
 
     async def body(chat: Chat, row: Sample) -> float:
-        await chat.say("?", tools=[sleepy, fatal, gone, blocks, quits, gives_up], max_tokens=3)
+        await chat.say("?", tools=[sleepy, fatal, gone, blocks, quits, gives_up, takes_the_first_of_none], max_tokens=3)
         said.extend(one.text for one in await chat.run([ToolCall(name, {})]))
         return 1.0
 
@@ -235,12 +250,28 @@ async def awaits_what_is_cancelled(chat: Chat, row: Sample) -> float:
     return 1.0
 
 
+async def cancels_itself(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(30)
+    return 1.0
+
+
+async def ends_as_a_generator(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    raise GeneratorExit
+
+
 @pytest.mark.parametrize(
     ("body", "bounds", "how"),
     [
         (exits, Bounds(8), "raised"),
         (exits_beside, Bounds(8), "raised"),
         (awaits_what_is_cancelled, Bounds(8), "raised"),
+        (cancels_itself, Bounds(8), "raised"),
+        (ends_as_a_generator, Bounds(8), "raised"),
         (hangs, Bounds(8, timeout_s=0.05), "timed_out"),
         (raises, Bounds(8), "raised"),
         (returns_nan, Bounds(8), "invalid"),

@@ -97,6 +97,11 @@ def test_none_moves_while_no_instance_has_room():
 # ---- the scheduler alone, and what an instance reports
 
 
+def finished(task: m.Generate, ids: list[int]) -> m.Finished:
+    nothing = [0] * len(ids)
+    return m.Finished(task.number, task.call, ids, [20] * len(ids), [10] * len(ids), [], nothing, [], None, [], [])
+
+
 class Two:
     """A scheduler with two instances that decode four at once, after one of them has ended its episodes but for some."""
 
@@ -111,10 +116,7 @@ class Two:
         tasks = {one.worker: one.message for one in sent if isinstance(one, Send) and isinstance(one.message, m.Generate)}
         self.here, self.there = tasks["rollout-1"], tasks["rollout-0"]
         assert (len(self.here.ids), len(self.there.ids)) == (8, 8)
-        done = self.there.ids[num_left:]
-        nothing = [0] * len(done)
-        finished = m.Finished(self.there.number, self.there.call, done, [20] * len(done), [10] * len(done), [], nothing, [], None, [], [])
-        self.scheduler.handle(FromWorker("rollout-0", finished))
+        self.scheduler.handle(FromWorker("rollout-0", finished(self.there, self.there.ids[num_left:])))
 
     def say(self, worker: str, message: m.WorkerReport) -> list[m.ToWorker]:
         commands = self.scheduler.handle(FromWorker(worker, message))
@@ -157,6 +159,30 @@ def test_what_was_stopped_begins_at_once_where_it_is_to_go_on_and_an_instance_is
     assert two.queued() == [[two.here.ids[5]]], "there is room for one more"
     assert two.say("rollout-1", m.Preempted(two.here.call, [], [])) == []
     assert two.queued() != []
+
+
+def test_what_is_stopped_for_another_reason_answers_nothing():
+    two = Two(0)
+    (asked,) = two.queued()
+    two.say("rollout-1", m.Preempted(two.here.call, two.here.ids[:1], [two.here.number]))
+    assert two.queued() == [], "it is asked once at a time"
+    begun = two.say("rollout-1", m.Preempted(two.here.call, asked, [two.here.number] * len(asked)))
+    assert begun, "what was asked for goes on"
+
+
+def test_an_episode_that_waits_wherever_it_goes_moves_ever_more_rarely():
+    """As where few large contexts fill the caches of both instances, in which there seems to be room for more small ones."""
+    two = Two(0)
+    two.scheduler.handle(FromWorker("rollout-1", finished(two.here, two.here.ids[:6])))
+    row, number = two.here.ids[-1], two.here.number
+    asked = []
+    for num_moves in range(4):
+        name = f"rollout-{1 - num_moves % 2}"
+        for turn_tokens in (23.0 * 2**num_moves, 25.0 * 2**num_moves):  # By the default pace 24 take as long as a move.
+            asked.append(two.say(name, m.Queued("policy", 4, turn_tokens, 0, [row], [50], [0])))
+        begun = two.say(name, m.Preempted(two.here.call, [row], [number]))
+        number = next(one.number for one in begun if isinstance(one, m.Generate))
+    assert [[one.ids for one in sent if isinstance(one, m.Preempt)] for sent in asked] == [[], [[row]]] * 4
 
 
 def test_nothing_is_asked_of_an_instance_that_is_lost_and_what_it_had_begins_elsewhere():

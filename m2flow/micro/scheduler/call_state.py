@@ -375,6 +375,10 @@ class CallState:
     """Rows that were handed out."""
     tasks_at: dict[str, int] = field(default_factory=dict)
     """Worker -> number of the call's tasks that it has."""
+    num_kept: dict[str, int] = field(default_factory=dict)
+    """Worker -> number of rows that it was given since an earlier call of the role made these there."""
+    num_moves: dict[int, int] = field(default_factory=dict)
+    """Episode -> how often it was stopped where it waited, to go on elsewhere."""
     users: dict[int, CallState] = field(default_factory=dict)
     """Unfinished calls that take its result, in program order."""
     done: set[int] = field(default_factory=set)

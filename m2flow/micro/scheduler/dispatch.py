@@ -253,6 +253,7 @@ class FunctionDispatch:
             worker.states.add(call_state.stage.state)
         if kept := self._kept(call_state):
             for home, rows in kept.items():
+                call_state.num_kept[home] = call_state.num_kept.get(home, 0) + len(rows)
                 for start in range(0, len(rows), call_state.stage.chunk):
                     part = rows[start : start + call_state.stage.chunk]
                     self._give(self._state.workers[home], call_state, call_state.take_these(part))
@@ -274,7 +275,8 @@ class FunctionDispatch:
                 makers = self._state.rows.makers(source, call_state.ready)
                 found = {name: rows for name, rows in makers.items() if name in workers and not self._state.workers[name].is_lost}
         share = -(-len(call_state.ids) // sum(not self._state.workers[name].is_lost for name in workers)) if found else 0
-        return {name: rows[:share] for name, rows in found.items()}
+        kept = {name: rows[: max(share - call_state.num_kept.get(name, 0), 0)] for name, rows in found.items()}
+        return {name: rows for name, rows in kept.items() if rows}
 
     def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
         is_whole = len(rows) == len(call_state.ids) and not (call_state.drops or call_state.refill or call_state.has_restored)

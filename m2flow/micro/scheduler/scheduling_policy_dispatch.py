@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 _LEAST_STEP_S = 1e-9
 """Least step time of a decode model; a measured one may be 0, which the model does not allow."""
 _DEFAULT_PACE = Pace("", DecodeModel().t0_s, DecodeModel().t1_s, MoveCost().token_s, MoveCost().fixed_s, "given")
+_MOST_MOVES = 60
+"""Moves of an episode, of which each makes the next one twice as dear: more are as dear as so many."""
 _FEW = 64
 """With more instances than this, those that a policy left out are not all asked again whenever a sample ends or begins."""
 
@@ -601,10 +603,12 @@ class EpisodeMoves:
     An episode stays where its context is, unless waiting there is expected to take longer than moving it and reading again what the cache
     there has of it. Of n that wait, the k-th waits until k turns have ended, of which `num_slots` are decoded at once:
 
-        k / num_slots * turn_tokens * (step_s + num_slots sample_s)  >  move_s + num_cached * prefill_token_s
+        k / num_slots * turn_tokens * (step_s + num_slots sample_s)  >  (move_s + num_cached * prefill_token_s) * 2 ** num_moves
 
-    The last in the queue goes first. An instance gets no more episodes than it decodes at once, nor more than its cache has room for if
-    all there have contexts alike; it may have none of its own begun. An instance is asked once at a time, and stops only what still waits.
+    Each move of an episode makes the next one twice as dear, so that none goes to and fro between instances in which it waits, since the
+    contexts there are larger than its own. The last in the queue goes first. An instance gets no more episodes than it decodes at once, nor
+    more than its cache has room for if all there have contexts alike; it may have none of its own begun. An instance is asked once at a
+    time, and stops only what still waits.
     """
 
     def __init__(self, state: PolicyState) -> None:
@@ -615,9 +619,10 @@ class EpisodeMoves:
         """Stop episodes of a worker that should go on elsewhere."""
         if self._policies.names or name in self._policies.moving:
             return
-        of_call = {row: task.message.call for _, task in self._state.tasks.of(name) for row in task.rows}
+        known = self._state.calls  # A call that is over may be forgotten while its samples are being stopped.
+        of_call = {row: task.message.call for _, task in self._state.tasks.of(name) if task.message.call in known for row in task.rows}
         for ordinal in sorted({of_call[row] for row in message.ids if row in of_call}):
-            call_state = self._state.calls[ordinal]
+            call_state = known[ordinal]
             rows = [place for place, row in enumerate(message.ids) if of_call.get(row) == ordinal]
             if moving := self._chosen(call_state, name, message, rows):
                 self._policies.moving[name] = moving
@@ -632,7 +637,9 @@ class EpisodeMoves:
         moving: dict[int, str] = {}
         for place in places:
             wait_s = (len(message.ids) - place) * each_s
-            if not free or wait_s <= pace.move_s + message.num_cached[place] * pace.prefill_token_s:
+            num_moves = min(call_state.num_moves.get(message.ids[place], 0), _MOST_MOVES)
+            cost_s = (pace.move_s + message.num_cached[place] * pace.prefill_token_s) * 2**num_moves
+            if not free or wait_s <= cost_s:
                 continue
             to = max(free, key=lambda one: free[one])
             moving[message.ids[place]] = to
@@ -658,6 +665,8 @@ class EpisodeMoves:
 
     def preempted(self, name: str, message: m.Preempted) -> list[tuple[CallState, WorkerState, list[int]]]:
         """Note what a worker has stopped; the episodes that are to go on at once, by call and worker."""
+        if message.ids and not self._policies.moving.get(name, {}).keys() & set(message.ids):
+            return []  # They were stopped for another reason, and what was asked is to be answered yet.
         moving = self._policies.moving.pop(name, {})
         call_state = self._state.calls.get(message.call)
         if not moving or call_state is None:
@@ -665,6 +674,7 @@ class EpisodeMoves:
         found: dict[str, list[int]] = {}
         for row in message.ids:
             if row in moving and row in call_state.ready:
+                call_state.num_moves[row] = call_state.num_moves.get(row, 0) + 1
                 found.setdefault(moving[row], []).append(row)
         return [(call_state, self._state.workers[to], rows) for to, rows in found.items()]
 

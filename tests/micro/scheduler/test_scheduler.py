@@ -4,14 +4,17 @@
 worker does its tasks in order, except that generation goes on beside them.
 """
 
+from collections import Counter
 from types import SimpleNamespace
+from typing import final
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_rig import Rig, program
 
-from m2flow import Chat, Dataset, Policy, Sample, agent, flow, op
+import m2flow
+from m2flow import Chat, Dataset, Policy, Role, Sample, agent, flow, op
 from m2flow.errors import EngineError, RewardError, StateLost
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
@@ -288,3 +291,65 @@ def test_rows_that_a_lost_worker_made_are_nobodys_until_they_are_made_again():
     assert rows.makers(1, [10, 11, 12]) == {"functions-1": [12]}
     rows.made(1, [10], "functions-1", [])
     assert rows.makers(1, [10, 11]) == {"functions-1": [10]}
+
+
+@final
+class Plays(Role):
+    @m2flow.call(granularity="sample")
+    def start(self, lane: Sample) -> str:
+        return ""
+
+    @m2flow.call(granularity="sample")
+    def play(self, past: str) -> str:
+        return past
+
+
+@flow
+def lanes() -> None:
+    plays = Plays()
+    played = plays.start(Dataset([{"prompt": "a"}] * 8).take(8))
+    for _ in range(2):
+        played = plays.play(played)
+
+
+@pytest.mark.parametrize("come_at_once", [True, False])
+def test_a_worker_gets_no_more_than_its_share_of_the_rows_that_it_has_made(come_at_once):
+    """One that was away has made none of them, and is there again."""
+    graph, models, _ = trace(lanes, {}, steps=1)
+    spec = ClusterSpec(device="cpu", cores=2, functions=FunctionSpec(workers=2, chunk=64))
+    plan = lower(graph, models, spec)
+    scheduler, stages = Scheduler(plan), Lowering(plan, spec).stages(graph)
+    start, first, second = (one.ordinal for one in graph.calls if one.engine == "function")
+    rows = next(one for one in graph.calls if one.engine == "source").options["rows"].ids.tolist()
+    got: dict[int, list[tuple[str, list[int]]]] = {start: [], first: [], second: []}
+    numbers: dict[tuple[int, int], int] = {}
+
+    def tell(*events: Event) -> None:
+        for sent in [one for event in events for one in scheduler.handle(event) if isinstance(one, Send)]:
+            if isinstance(task := sent.message, m.RunFunction):
+                got[task.call].append((sent.worker, task.ids))
+                numbers.update({(task.call, row): task.number for row in task.ids})
+
+    def done(worker: str, ordinal: int, ids: list[int], *, ends: bool = True) -> FromWorker:
+        nothing = [0] * len(ids)
+        number = numbers[ordinal, ids[0]]
+        return FromWorker(worker, m.Finished(number, ordinal, ids, nothing, nothing, [], nothing, [], None, ends=ends))
+
+    tell(WorkerLost("functions-1", returns=True))
+    tell(*[CallAdded(one, stage) for one, stage in zip(graph.calls, stages, strict=True)], Sourced(graph.calls[0].ordinal, rows, [1] * 8))
+    assert got[start] == [("functions-0", rows)]
+    tell(WorkerJoined("functions-1", 1))
+    if come_at_once:
+        tell(done("functions-0", start, rows))
+    else:
+        for row in rows:
+            tell(done("functions-0", start, [row], ends=row == rows[-1]))
+    counts = Counter(worker for worker, ids in got[first] for _ in ids)
+    assert counts == {"functions-0": 4, "functions-1": 4 if come_at_once else 2}, "of tasks with one row two wait, and the rest for them"
+    for worker, ids in got[first]:  # It grows.
+        tell(done(worker, first, ids))
+    assert sorted(row for _, ids in got[first] for row in ids) == rows
+    made = {row: worker for worker, ids in got[first] for row in ids}
+    where = {row: worker for worker, ids in got[second] for row in ids}
+    assert len(where) >= 7, "one has made five, of which the last may wait"
+    assert where.items() <= made.items()

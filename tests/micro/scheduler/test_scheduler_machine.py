@@ -8,6 +8,7 @@ breakages of the scheduler, and of the queue by which workers read its messages,
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -20,17 +21,19 @@ from machine_lines import MOVES, Program, ProgramLines, cluster, random_walk, ro
 from m2flow.errors import RewardError
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import FromWorker
+from m2flow.micro.protocol.plan import Pace
 from m2flow.micro.protocol.worker_state import Lease, TaskState, WorkerState
-from m2flow.micro.scheduler import weights
+from m2flow.micro.scheduler import scheduling_policy_dispatch, weights
 from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, UpdateProgress
+from m2flow.micro.scheduler.dispatch import RolloutDispatch
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.ready_queues import ReadyWorkers, Tasks
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.micro.scheduler.state import RowLocations
 from m2flow.micro.scheduler.weights import Versions
 from m2flow.micro.worker.task_queue import TaskQueue
-from m2flow.testing.scheduler_model import Model
+from m2flow.testing.scheduler_model import FakeWorker, Model
 
 Patch = pytest.MonkeyPatch
 
@@ -96,6 +99,38 @@ def test_every_rule_holds_on_random_walks(request, dies):
     while num_events < wanted:
         num_events += random_walk(walks, 60 + walks % 3 * 60, dies=dies)
         walks += 1
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["all workers stay", "workers die and come back"])
+def test_every_rule_holds_where_what_waits_for_an_engine_moves(request, monkeypatch, dies):
+    """Reports come late, too: of samples that have ended or moved, and of calls that are over and forgotten."""
+    begun: list[int] = []
+    turn, begin = FakeWorker.turn, RolloutDispatch.begin_at
+
+    def reports(self: FakeWorker, rng: random.Random) -> None:
+        turn(self, rng)
+        of_role: dict[str, list[int]] = {}
+        for packed, sample in self._inflight.items():
+            of_role.setdefault(self._calls[sample.task.call].role, []).append(packed)
+        for role, ids in of_role.items():
+            counts = [rng.randint(1, 60) for _ in ids]
+            self.said.append(
+                m.Queued(role, rng.choice([1, 4, 64]), rng.choice([5.0, 500.0]), rng.choice([0, 20, 300]), ids, counts, counts)
+            )
+
+    def noted(self: RolloutDispatch, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
+        before = len(call_state.ready)
+        begin(self, worker, call_state, rows)
+        begun.append(before - len(call_state.ready))
+
+    monkeypatch.setattr(FakeWorker, "turn", reports)
+    monkeypatch.setattr(RolloutDispatch, "begin_at", noted)
+    monkeypatch.setattr(scheduling_policy_dispatch, "_DEFAULT_PACE", Pace("", 1.0, 0.0, 0.0, 0.0, "given"))
+    walks = num_events = 0
+    while num_events < (500_000 if request.config.getoption("--long") else 8_000):
+        num_events += random_walk(walks, 60 + walks % 3 * 60, dies=dies)
+        walks += 1
+    assert sum(begun) > 9, "some have moved"
 
 
 def test_a_dead_worker_that_should_take_over_finished_samples_and_send_them_on_has_not_sent_them():
