@@ -15,7 +15,8 @@ To reach it one must know how long each episode will be. `orders` has what runs 
 order in which they come (`first come`), those of episodes with the fewest turns so far first (`fewest turns`), and, which nobody can know,
 those of episodes with the longest rest first (`longest rest`). The plain loop has the same engine on a thread, the same messages, lengths
 and waits, and keeps no record of anything. One after the other in one run, each round; the time is from the first request to the last
-answer. Prints JSON.
+answer. `cpu_ms_a_turn` is processor time, little changed by other load: of the worker's process, of its thread that decodes and writes
+(the rest is the event loop of the agents and the engine), of the controller with its start, and of the plain loop. Prints JSON.
 
 With `--sglang` both have one SGLang server with a tiny random model on this machine's CPU (`sides/sglang_server.py`), in turns, and no
 bound is known. Its cache is emptied before each. The plain loop plays twice: with as many requests at once as the server decodes
@@ -184,6 +185,8 @@ class Ran(NamedTuple):
     """From the first episode's begin to the last one's end."""
     engine: dict[str, float]
     most_at_once: int
+    controller_cpu_s: float
+    """Processor seconds of this process, from the run's begin to its end."""
 
 
 def planned(options: dict[str, float | int | str | bool], slots: int, num: int, wait_s: float, chunk: int | None, folder: Path) -> Ran:
@@ -193,7 +196,9 @@ def planned(options: dict[str, float | int | str | bool], slots: int, num: int, 
         placement="split", rollout=RolloutSpec(engine="paced", max_running=slots, chunk=chunk, options={**options, "told": str(told)})
     )
     run = Run(episodes, {"num": num, "wait_s": wait_s}, spec, RunSettings(runs_dir=str(folder)))
+    began_s = time.process_time()
     run.execute()
+    controller_cpu_s = time.process_time() - began_s
     spans = [span for span in read_spans(run.run_dir) if span.name == "sample"]
     if len(spans) != num:
         raise SystemExit(f"{len(spans)} episodes of {num} ended")
@@ -203,7 +208,7 @@ def planned(options: dict[str, float | int | str | bool], slots: int, num: int, 
         at_once += by
         most = max(most, at_once)
     took_s = (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
-    return Ran(took_s, json.loads(told.read_text()), most)
+    return Ran(took_s, json.loads(told.read_text()), most, controller_cpu_s)
 
 
 # ---- the same server for both
@@ -291,15 +296,15 @@ def bound_of(num: int, wait_s: float, slots: int, options: dict[str, float | int
     """The times that no schedule can beat."""
     step_s, prefill_s = float(options["step_ms"]) / 1e3, float(options["prefill_us"]) / 1e6
     first, bridge = new_tokens()
-    tokens, new, longest, waits = 0, 0, 0.0, 0.0
+    tokens, new, num_turns, longest, waits = 0, 0, 0, 0.0, 0.0
     for number in range(num):
         turns = turns_of(number, wait_s)
         own_new = first(number) + (len(turns) - 1) * bridge
         own, own_wait_s = sum(turn.num_tokens for turn in turns), sum(turn.wait_s for turn in turns)
-        tokens, new, waits = tokens + own, new + own_new, waits + own_wait_s
+        tokens, new, num_turns, waits = tokens + own, new + own_new, num_turns + len(turns), waits + own_wait_s
         longest = max(longest, own * step_s + own_new * prefill_s + own_wait_s)
     decode_s = tokens / slots * step_s + new * prefill_s
-    return {"tokens": tokens, "decode_s": decode_s, "chain_s": longest, "tools_s": waits / _NUM_TOOL_SLOTS}
+    return {"tokens": tokens, "turns": num_turns, "decode_s": decode_s, "chain_s": longest, "tools_s": waits / _NUM_TOOL_SLOTS}
 
 
 def orders(num: int, wait_s: float, slots: int, options: dict[str, float | int | str | bool]) -> dict[str, float]:
@@ -397,6 +402,15 @@ def main() -> None:
                 "plain_s": round(plain_s, 2),
                 "plain_share_of_bound": round(bound_s / plain_s, 3),
                 "plain_over_ours": round(plain_s / ran.episodes_s, 3),
+                "cpu_ms_a_turn": {
+                    name: round(1e3 * cpu_s / bound["turns"], 3)
+                    for name, cpu_s in (
+                        ("worker", ran.engine["process_cpu_s"]),
+                        ("worker_decodes_and_writes", ran.engine["thread_cpu_s"]),
+                        ("controller", ran.controller_cpu_s),
+                        ("plain", engine.told()["process_cpu_s"]),
+                    )
+                },
                 "most_at_once": ran.most_at_once,
                 "engine": ran.engine,
                 "plain_engine": engine.told(),

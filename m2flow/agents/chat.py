@@ -40,8 +40,7 @@ import random
 import time
 import types
 import typing
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, overload
@@ -326,19 +325,21 @@ class Table:
     """Whether the episode goes on from a turn of another."""
     at_once: Callable[[], None] = not_recorded
     """Is called where two conversations are at work at the same time."""
-    at_work: Counter[str] = field(default_factory=Counter)
+    at_work: dict[str, int] = field(default_factory=dict)
     """The conversations of which a turn or a tool is waited for. Seen from here, as the agent asks, it does not depend on time."""
 
-    @contextlib.contextmanager
-    def working(self, name: str) -> Iterator[None]:
-        """Note that something of a conversation is waited for."""
-        self.at_work[name] += 1
-        if len(+self.at_work) > 1:
+    def begins_work(self, name: str) -> None:
+        """Note that something of a conversation is waited for, until `ends_work`."""
+        self.at_work[name] = self.at_work.get(name, 0) + 1
+        if len(self.at_work) > 1:
             self.at_once()
-        try:
-            yield
-        finally:
+
+    def ends_work(self, name: str) -> None:
+        """Note that something of a conversation is waited for no more."""
+        if self.at_work[name] > 1:
             self.at_work[name] -= 1
+        else:
+            del self.at_work[name]
 
     def take(self, name: str, parent: str, by: str) -> None:
         """Note a new conversation.
@@ -490,27 +491,34 @@ class Chat:
 
     async def reply(self, calls: Sequence[ToolCall], *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """Run these calls, all at once, and have the model go on with their results. `max_tokens` and `stop` as in `say`."""
-        with self._table.working(self.name):
+        self._table.begins_work(self.name)
+        try:
             outcomes = await self.run(calls)
             results = [
                 {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self._conversation.defused(outcome.text)}
                 for call, outcome in zip(calls, outcomes, strict=True)
             ]
             return await self._turn(results, max_tokens, stop)
+        finally:
+            self._table.ends_work(self.name)
 
     async def run(self, calls: Sequence[ToolCall]) -> list[Outcome]:
         """Run calls, all at once, and return what came of each, in their order, without telling the model."""
         number = self._num_runs
         self._num_runs += 1
         own = "" if self.name == MAIN else f"{self.name}: "
-        tasks = [asyncio.ensure_future(self._run(call, f"{own}{number}.{at}")) for at, call in enumerate(calls)]
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self._run(call, f"{own}{number}.{at}")) for at, call in enumerate(calls)]
+        self._table.begins_work(self.name)
         try:
-            with self._table.working(self.name):
-                return list(await asyncio.gather(*tasks))
+            # The loop goes round twice less for a task that is awaited than for a group of one.
+            return [await tasks[0]] if len(tasks) == 1 else list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._table.ends_work(self.name)
+            if left := [task for task in tasks if not task.done()]:
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
 
     async def _run(self, call: ToolCall, key: str) -> Outcome:
         found = self._tools.get(call.name)
@@ -640,10 +648,11 @@ class Chat:
         if max_tokens is not None and max_tokens > 0:  # With less the turn is empty.
             check_count("max_tokens", max_tokens)
         self._is_busy = True
+        self._table.begins_work(self.name)
         try:
-            with self._table.working(self.name):
-                return await self._next(new, max_tokens, texts)
+            return await self._next(new, max_tokens, texts)
         finally:
+            self._table.ends_work(self.name)
             self._is_busy = False
 
     async def _next(self, new: str | Sequence[Message], max_tokens: int | None, stop: tuple[str, ...]) -> Turn:
@@ -690,7 +699,11 @@ class Chat:
         if not is_first:
             conversation.accepted(_messages(new))
         self._branches_off = False
-        self._context = [*([] if begins else self._context), *ids, *reply.tokens]
+        if begins:
+            self._context = [*ids, *reply.tokens]
+        else:
+            self._context += ids
+            self._context += reply.tokens
         self.num_tokens += len(reply.tokens) + num_added
         is_whole = reply.finish is Finish.STOP
         text, calls = conversation.heard(reply.tokens, reply.text, is_whole=is_whole, tools=self._fault)

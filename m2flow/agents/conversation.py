@@ -449,12 +449,17 @@ class Strand:
 
     def append(self, ids: Sequence[int]) -> None:
         """Add tokens that were not sampled; the first ones are the prompt."""
-        self.extend(Segment.TOOL if self.segments else Segment.PROMPT, ids, *not_sampled(len(ids)))
+        count = len(ids)
+        self.tokens.extend(ids)
+        self.logprobs.frombytes(bytes(4 * count))
+        self.versions.frombytes(b"\xff" * (4 * count))  # -1
+        self.kv_stale.frombytes(bytes(count))
+        self._add(Segment.TOOL if self.segments else Segment.PROMPT, count)
 
     def append_turn(self, turn: Generated, *, is_over: bool = True, kind: Segment = Segment.GENERATED) -> None:
         """Add what the model said in a turn, generated in this episode or shared with another."""
         for column, more, dtype in zip(self._columns, (turn.tokens, turn.logprobs, turn.versions, turn.kv_stale), _DTYPES, strict=True):
-            column.frombytes(np.ascontiguousarray(more, dtype).tobytes())
+            column.frombytes(np.asarray(more, dtype).tobytes())
         self._add(kind, len(turn.tokens))
         if is_over:
             self.turns.append({"finish": int(turn.finish), "text": turn.text})

@@ -160,10 +160,12 @@ class _Episode:
         turn = _Turn(self, asked, answer, self.host.engine_of(self, asked.by))
         self.host.post(lambda: self.host.take_turn(self, turn))
         try:
-            async with turn.limit as limit:
+            if self.start.bounds.turn_timeout_s is None:
+                return await answer
+            async with turn.limit:
                 return await answer
         except TimeoutError:
-            if limit.expired():
+            if turn.limit.expired():
                 raise EpisodeFailed("turn_timed_out", f"a turn took longer than {self.start.bounds.turn_timeout_s} s") from None
             raise
         finally:
@@ -756,6 +758,8 @@ class Episodes:
 
     def _so_far(self, episode: _Episode, turn: Generated | None) -> Generated:
         """The row of an episode that is not over. A conversation that has not caught up with its record is what that says."""
+        if turn is None and not episode.recorded:  # Most of those that are written down have just ended a turn or a tool call.
+            return episode.transcript.generated(episode.id, Finish.ABORT, "", {})
         so_far = episode.transcript.copy()
         if turn is not None and episode.waiting is not None and episode.waiting.strand is not None:
             so_far.conversations[episode.waiting.asked.name][-1] = episode.waiting.strand.with_turn(turn)
@@ -804,7 +808,9 @@ def _sampling_of(drawn: Sampling, max_new_tokens: int, stop: tuple[str, ...]) ->
 
 def _size_of(prompt: Prompt | tuple[int, ...]) -> int:
     """About the tokens of a prompt: the characters of a text, or of messages."""
-    return sum(len(str(part.get("content") or "")) if isinstance(part, Mapping) else 1 for part in prompt)
+    if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping):
+        return len(prompt)
+    return sum(len(str(part.get("content") or "")) for part in prompt if isinstance(part, Mapping))
 
 
 def _request_of(turn: _Turn) -> Request:

@@ -122,6 +122,7 @@ def decode_fake(ids: Iterable[int]) -> str:
 
 _TEXT_OF = {token: decode_fake([token]) for token in range(_FIRST_BYTE, _FIRST_BYTE + 256)}
 """Text of each token by itself."""
+_WHOLE_TEXT_OF = {**_TEXT_OF, FAKE_EOS: _EOS_TEXT}
 
 
 @final
@@ -150,7 +151,7 @@ class FakeLanguage:
         return decode_fake(ids)
 
     def decode_all(self, ids: list[int]) -> str:
-        return "".join(_EOS_TEXT if token == FAKE_EOS else _TEXT_OF.get(token, "") for token in ids)
+        return "".join([_WHOLE_TEXT_OF.get(token, "") for token in ids])
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
         shown = "".join(f"<tool {tool['function']['name']}>" for tool in tools)  # type: ignore[index]
