@@ -10,9 +10,9 @@ process is asked for by who plays the episode, and answered by who has the engin
     Episodes <- RemoteSpeaker.step  <--- answered -----  Guests.take_answers
 
 There the turn waits in the queue of that engine, with those of the role's own episodes. To its episodes a `RemoteSpeaker` is an engine
-like any other; what it asks for and gives up leaves in batches (`take_asked`), a row for
-each turn. To the engine a turn is a request like any other, under an id of its own: the process may have that sample itself by now. Random
-numbers are in the request, so the tokens are those that an engine beside the agent would give.
+like any other; what it asks for and gives up leaves in batches (`take_asked`), a row for each turn. To the engine a turn is a request like
+any other, under an id of its own: the process may have that sample itself by now. Random numbers are in the request, so the tokens are
+those that an engine beside the agent would give.
 
 Loss. A turn is asked for once and answered once, each by its number; an answer to a turn that was given up is ignored. Nothing here waits
 for a process that is gone: who plays the episode stops it, and plays it again from the record, without this turn.
