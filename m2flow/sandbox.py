@@ -195,7 +195,8 @@ def _binds(packages: bool) -> list[str]:
     """What of the host Python needs to read, besides the system's own."""
     paths = [sys.base_prefix, sysconfig.get_path("stdlib")]
     paths += [path for path in sys.path if packages and os.path.basename(path) in ("site-packages", "dist-packages")]
-    return sorted({os.path.abspath(path) for path in paths if path and os.path.exists(path)}, key=len)
+    there = [path for path in paths if path and os.path.exists(path)]
+    return sorted({place for path in there for place in (os.path.abspath(path), os.path.realpath(path))}, key=len)
 
 
 _zygotes: dict[_Kind, _Zygote] = {}

@@ -100,6 +100,7 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
 def main(how: dict[str, Any]) -> NoReturn:
     """Prepare, say so, and make a box for each socket that comes, until the host ends."""
     host = socket.socket(fileno=how["fd"])
+    sys.path[:] = map(os.path.realpath, sys.path)  # A link to packages may lie in what a box does not see.
     try:
         for module in how["preload"]:
             __import__(module)
