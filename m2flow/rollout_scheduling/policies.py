@@ -897,7 +897,12 @@ def report_every(names: Sequence[str], predictor: str, num_instances: int, *, tu
 
 def reports_of(names: Sequence[str]) -> Literal["loads", "queues"]:
     """What engines report: their load to policies; by default, which episodes wait, so that those may go on where there is room."""
-    return "loads" if tuple(names) not in ((), (FIRST_COME,)) else "queues"
+    return "loads" if of_scheduling(names) else "queues"
+
+
+def of_scheduling(names: Sequence[str]) -> tuple[str, ...]:
+    """The policies by these names; none where samples are taken as they come, which the dispatch does without one."""
+    return () if tuple(names) in ((), (FIRST_COME,)) else tuple(names)
 
 
 def _parsed(text: str) -> tuple[str, dict[str, float]]:

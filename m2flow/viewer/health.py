@@ -17,7 +17,7 @@ import os
 import re
 import sqlite3
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final, get_args
 
@@ -383,7 +383,8 @@ def alerts_of(run_dir: Path, trace: RunTrace | None) -> list[Alert]:
     Args:
         trace: None: only rules about metrics and samples.
     """
-    found = [*_of_metrics(run_dir), *_of_samples(run_dir), *_of_episodes(run_dir)]
+    series = read_metrics(run_dir)
+    found = [*_of_metrics(series), *_of_samples(run_dir), *_of_episodes(run_dir, series)]
     if trace is not None:
         found += [*_of_clocks(trace), *_of_memory(trace), *_of_channels(trace)]
     with contextlib.suppress(sqlite3.Error, SpecError):
@@ -398,8 +399,7 @@ def _alert(rule: str, says: str, view: str) -> Alert:
     return Alert(rule, of.level, of.title, says, of.threshold, of.page, view)
 
 
-def _of_metrics(run_dir: Path) -> Iterator[Alert]:
-    series = read_metrics(run_dir)
+def _of_metrics(series: Mapping[str, Sequence[tuple[int, float]]]) -> Iterator[Alert]:
     untrained = {name: [step for step, value in points if not value] for name, points in series.items() if name.endswith("num_steps")}
     empty = {step for steps in untrained.values() for step in steps}  # Means over nothing are NaN there.
     bad = {
@@ -467,10 +467,10 @@ def _of_samples(run_dir: Path) -> Iterator[Alert]:
             yield _alert("truncated", f"{cut} of the last {len(rows)} responses ({cut / len(rows):.0%})", "samples")
 
 
-def _of_episodes(run_dir: Path) -> Iterator[Alert]:
+def _of_episodes(run_dir: Path, series: Mapping[str, Sequence[tuple[int, float]]]) -> Iterator[Alert]:
     """Look at the newest episodes, where some of the newest steps failed: how the last of them did."""
     causes = tuple(f"episodes/{cause}" for cause in get_args(EpisodeFailure))
-    recent = [points[-_RECENT:] for name, points in read_metrics(run_dir).items() if name.endswith(causes)]
+    recent = [points[-_RECENT:] for name, points in series.items() if name.endswith(causes)]
     if not any(value > 0 for points in recent for _, value in points):
         return
     with contextlib.suppress(sqlite3.Error, SpecError, EngineError), SampleQuery(run_dir) as query:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -30,13 +29,6 @@ pytest_plugins = ["small_runs"]
 pytestmark = pytest.mark.usefixtures("quick")
 
 PAID: list[str] = []
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop()
-    yield made
-    made.close()
 
 
 @tool

@@ -139,7 +139,7 @@ def _check_whole(text: str) -> None:
 
 
 def _name_of(tool: Mapping[str, Any]) -> str:
-    """The name of a tool, as `check_tools` wants it, or without the wrapping that some templates do without."""
+    """The name of a tool, which stands under `function`, or at the top where a description has no such wrapping."""
     return str(tool.get("function", tool).get("name"))
 
 

@@ -34,7 +34,7 @@ from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler.call_state import CallState, Ready
 from m2flow.recipe import Sampling, longest_response
 from m2flow.rollout_scheduling.decode_model import DecodeModel
-from m2flow.rollout_scheduling.policies import FIRST_COME, make_policies
+from m2flow.rollout_scheduling.policies import make_policies, of_scheduling
 from m2flow.rollout_scheduling.policy import Load, MoveCost, SchedulingPolicy, Seen
 from m2flow.samples import Batch, Ragged, SampleId, group_key
 
@@ -461,7 +461,7 @@ class Policies:
         Raises:
             SpecError: there is no such policy or predictor.
         """
-        self.names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
+        self.names = of_scheduling(plan.policies)
         """None: first come, first served."""
         self.predictor = plan.predictor
         self.difficulty = plan.difficulty
