@@ -267,11 +267,11 @@ class FunctionDispatch:
     def _kept(self, call_state: CallState) -> dict[str, list[int]]:
         """Find ready rows of a role's call that an earlier call of the role made on a worker that may run this one: worker -> rows."""
         role, workers = call_state.call.options.get("instance"), call_state.stage.workers
-        if role is None or len(workers) == 1 or call_state.stage.unit != "sample" or call_state.suspects:
+        if role is None or len(workers) == 1 or call_state.stage.unit != "sample" or call_state.suspects or call_state.is_union:
             return {}
         found: dict[str, list[int]] = {}
         for source in call_state.aligned_inputs:
-            if self._state.calls[source].call.options.get("instance") == role and not call_state.is_union:
+            if self._state.calls[source].call.options.get("instance") == role:
                 makers = self._state.rows.makers(source, call_state.ready)
                 found = {name: rows for name, rows in makers.items() if name in workers and not self._state.workers[name].is_lost}
         share = -(-len(call_state.ids) // sum(not self._state.workers[name].is_lost for name in workers)) if found else 0
