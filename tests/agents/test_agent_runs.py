@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from tiny_models import byte_tokenizer, save_config
 
@@ -33,14 +34,14 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def summary_of(folder: Path, *arguments: str) -> dict[str, object]:
-    done = subprocess.run(command(folder, *arguments), capture_output=True, text=True, timeout=300, check=False, env=environment(folder))
+    done = programs.run(command(folder, *arguments), timeout=300, env=environment(folder))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def kill_midway(folder: Path, num_calls: int, *arguments: str) -> Path:
     """Kill a run and all of its workers once tools have been called so often; return its directory."""
-    process = subprocess.Popen(
+    process = programs.Popen(
         command(folder, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(folder), start_new_session=True
     )
     paid, deadline = folder / "paid", time.monotonic() + 200
@@ -85,9 +86,7 @@ def tool_use(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def run_of(file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     flow = [str(file), "--json", "--quiet", "--runs-dir", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "m2flow", "run", *flow, *arguments], capture_output=True, text=True, timeout=550, check=False
-    )
+    done = programs.run([sys.executable, "-m", "m2flow", "run", *flow, *arguments], timeout=550)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

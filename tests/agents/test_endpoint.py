@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2 as httpx
 import numpy as np
+import programs
 import pytest
 import torch
 import transformers
@@ -366,7 +367,7 @@ def test_the_client_of_openai_reads_responses_and_that_of_anthropic_messages(ser
 
 def test_the_command_serves_a_model_until_it_is_interrupted(folder: str, tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "m2flow", "serve", "--model", folder, "--name", "tiny", "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+    with programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[0]
         asked = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "seed": 1}
@@ -420,7 +421,7 @@ def test_the_command_serves_the_model_that_a_run_has_trained(options: tuple[str,
     exported = CliRunner().invoke(cli, ["export", str(run), *options, "--out", str(tmp_path / "model")])
     assert exported.exit_code == 0, exported.output
     text, logprobs = greedy(tmp_path / "model", 8)
-    with subprocess.Popen(
+    with programs.Popen(
         [sys.executable, "-u", "-m", "m2flow", "serve", *which, *options, "--port", "0", "--device", "cpu", "--threads", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -444,6 +445,6 @@ def test_the_command_serves_the_model_that_a_run_has_trained(options: tuple[str,
 
 def test_an_open_address_asks_for_a_key(folder: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "m2flow", "serve", "--model", folder, "--host", "0.0.0.0", "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = programs.run(command, cwd=tmp_path)
     assert done.returncode == 2
     assert "there is no key" in done.stderr

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from one_thread import SteppedRun
 from resumed_runs import fake_cluster
@@ -261,7 +261,7 @@ def test_a_planned_run_of_the_command_equals_the_eager_one_with_its_decisions(tm
     def run(*options: str) -> dict[str, Any]:
         flow = [str(ROOT / "tests" / "support" / "agent_run.py"), "--cluster", str(tmp_path / "spec.yaml"), "--effects"]
         words = [sys.executable, "-m", "m2flow", "run", *flow, "--json", "--quiet", "--runs-dir", str(tmp_path / "runs"), *options]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=environment)
+        done = programs.run(words, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 
@@ -94,7 +95,7 @@ def command(*arguments: str) -> list[str]:
 
 def run(place: Path, *arguments: str, status: int) -> str:
     """Standard error of a run that must end with this status and without a traceback of ours."""
-    done = subprocess.run(command(*arguments), cwd=place, capture_output=True, text=True, timeout=240)
+    done = programs.run(command(*arguments), cwd=place)
     assert done.returncode == status, done.stdout + done.stderr
     assert not done.stderr.startswith("Traceback")
     assert "\nTraceback" not in done.stderr
@@ -112,21 +113,14 @@ def states_of_updates(place: Path) -> list[str]:
         return [state for (state,) in db.execute("SELECT state FROM calls WHERE ordinal IN (SELECT update_call FROM consumption)")]
 
 
-def heed_signals() -> None:
-    """A shell has what it starts in the background ignore Ctrl-C, and nohup a hang-up; so would a run that the tests start there."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
     """A run without an end."""
-    return subprocess.Popen(
+    return programs.Popen(
         command("--num-steps", "1000000", *arguments),
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=heed_signals,
     )
 
 
@@ -146,7 +140,7 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
 
 
 def test_a_run_that_goes_well_ends_with_json_alone_on_stdout(place: Path) -> None:
-    done = subprocess.run(command("--cluster", "split.yaml", "--json"), cwd=place, capture_output=True, text=True, timeout=240)
+    done = programs.run(command("--cluster", "split.yaml", "--json"), cwd=place)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     summary = json.loads(line)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import programs
 import pytest
 from message_parts import lacks
 from terminal import shown_by
@@ -127,7 +128,7 @@ def test_without_a_terminal_lines_tell_of_the_set_up_and_of_a_warm_starts_update
     command += ["--setting", "fork_workers=false"]  # Forked ones are ready before a line is due.
     lines: list[str] = []
     environment = {**os.environ, "SEEN": str(seen)}
-    with subprocess.Popen(
+    with programs.Popen(
         [*command, "--runs-dir", str(tmp_path / "runs")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
         assert run.stdout is not None
@@ -228,7 +229,7 @@ def test_the_summary_says_of_how_many_steps_a_run_took_fewer_and_why(options: li
     (tmp_path / "early.py").write_text(EARLY)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     command = [sys.executable, "-m", "m2flow", "run", "early.py", "--eager", "--cluster", "cluster.yaml", *options]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = programs.run(command, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert f"early: {steps} in " in ran.stdout
     assert re.findall(r"^stopped +(.*)", ran.stdout, re.MULTILINE) == ([why] if why else [])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 from fake_clusters import SPLIT
 
@@ -349,7 +350,7 @@ def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run(runs: Path, *args: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "m2flow", "run", *args, "--runs-dir", str(runs)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    return programs.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def _returns(runs: Path) -> list[float]:
@@ -384,6 +385,6 @@ def test_a_run_that_was_killed_resumes_to_the_same_returns_and_cartpole_is_learn
     run_dir = next((tmp_path / "cut").iterdir())
     assert len(_returns(tmp_path / "cut")) < 8
     command = [sys.executable, "-m", "m2flow", "run", "--resume", str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = programs.run(command, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert _returns(tmp_path / "cut") == returns[:8]

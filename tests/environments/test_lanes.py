@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import programs
 import pytest
 from lane_flow import on_lanes
 
@@ -41,7 +42,7 @@ class Lanes:
         command += [] if "--resume" in more else ["--runs-dir", str(self.directory / "runs")]
         environment = {**os.environ, "NOTES": str(self.notes), "TOGETHER": str(num_workers)}
         with (self.directory / "output").open("ab") as output:
-            run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True)
+            run = programs.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True)
         self._runs.append(run)
         return run
 

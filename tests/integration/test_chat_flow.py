@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 import transformers
 from tiny_models import byte_tokenizer, save_config
@@ -50,5 +50,5 @@ def test_a_chat_flow_is_the_same_planned_and_eager_and_shows_what_the_model_saw(
         entry = next(iter(book.entries("1")))
     call, prompt, member = map(int, entry.sample.split("/"))
     assert sample_page(run_dir, call, prompt, member).prompt_text.startswith(SEEN)
-    shown = subprocess.run([sys.executable, "-m", "m2flow", "samples", str(run_dir)], capture_output=True, text=True, check=True)
+    shown = programs.run([sys.executable, "-m", "m2flow", "samples", str(run_dir)], check=True)
     assert SEEN.replace("\n", "\\n") in shown.stdout

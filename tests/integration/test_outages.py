@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
+import programs
 import pytest
 from answering import Answering
 from disturbing import PATIENCE_S, run, undisturbed
@@ -61,7 +61,7 @@ def test_a_run_whose_reward_service_is_down_ends_with_the_reason_and_is_resumed_
         service.num_answers = 10_000
         (run_dir,) = (tmp_path / "runs").iterdir()
         command = [sys.executable, "-m", "m2flow", "run", "--resume", str(run_dir), "--json", "--quiet"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=environment)
+        done = programs.run(command, timeout=PATIENCE_S, env=environment)
     assert done.returncode == 0, done.stderr
     resumed, plain = json.loads(done.stdout.splitlines()[-1]), undisturbed("fake")
     assert (resumed["samples_sha256"], resumed["weights_sha256"], resumed["samples"]) == (

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import programs
 import psutil
 import pytest
 
@@ -27,7 +28,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "fault_run.py"
 def start(tmp_path: Path, *arguments: str, temporary: str | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "runs"), *arguments]
     variables = os.environ if temporary is None else os.environ | {"TMPDIR": temporary}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+    return programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
 
 
 def output(tmp_path: Path, *arguments: str) -> str:

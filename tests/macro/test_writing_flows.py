@@ -11,7 +11,6 @@ import importlib
 import itertools
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 import torch
 from click.testing import CliRunner
@@ -113,7 +113,7 @@ def test_a_command_of_the_tutorial_prints_what_the_tutorial_shows(command: str, 
     if words[0] == "run":  # In a process of its own, since it prepares that for its engines; here they are fakes, which load faster.
         (folder / "fakes.yaml").write_text("rollout: {engine: fake}\ntrain: {engine: fake}\n")
         words += ["--cluster", "fakes.yaml"]
-        done = subprocess.run([sys.executable, "-m", "m2flow", *words], capture_output=True, text=True, timeout=240, check=False)
+        done = programs.run([sys.executable, "-m", "m2flow", *words])
         got = done.stdout + done.stderr
     else:
         got = CliRunner().invoke(cli, words, prog_name="m2flow", terminal_width=120).output

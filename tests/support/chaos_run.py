@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import programs
 import psutil
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
@@ -158,7 +159,7 @@ class Outcome:
 def attempt(runs_dir: Path, flow_name: str, model: str, resume: str = "", held_by: Path | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--one", str(runs_dir), flow_name, model, resume]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), _HELD_BY: str(held_by or "")}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return programs.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @functools.cache

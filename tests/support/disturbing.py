@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import programs
 import psutil
 
 from m2flow.micro.records.ledger import Incident, read_incidents
@@ -111,7 +112,7 @@ def started(
         held_by.write_text(str(held_at))
         environment = {**environment, "HELD_BY": str(held_by)}
     command = [*before, sys.executable, str(SCRIPT), str(runs_dir), *arguments]
-    process = subprocess.Popen(
+    process = programs.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(environment), start_new_session=True
     )
     try:

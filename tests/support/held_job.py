@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import programs
+
 SCRIPT = Path(__file__).with_name("failure_run.py")
 Said = Mapping[str, Any]
 _LIMIT_S = 1500.0
@@ -36,7 +38,7 @@ class Job:
 
     def start(self, runs: str = "runs", *more: str) -> subprocess.Popen[str]:
         command = [*self._command, sys.executable, str(SCRIPT), str(self.home / runs), *self._arguments, *more]
-        return subprocess.Popen(
+        return programs.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=self._environment
         )
 

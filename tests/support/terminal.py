@@ -7,9 +7,10 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import termios
 from collections.abc import Callable, Mapping, Sequence
+
+import programs
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -29,7 +30,7 @@ def shown_by(
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(env), start_new_session=True)
+    process = programs.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(env), start_new_session=True)
     os.close(theirs)
     written = bytearray()
     try:

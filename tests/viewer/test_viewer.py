@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+import programs
 import pytest
 from click.testing import CliRunner
 from observed_run import MS, record_run, store_run
@@ -392,7 +393,7 @@ def test_view_writes_a_file_and_names_a_missing_run(runs: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_the_command_serves_until_ctrl_c_and_ends_well(runs: Path) -> None:
     command = [sys.executable, "-m", "m2flow", "view", str(runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().split()[0].rstrip("/")
         assert len(ask(address, "/api/runs")) == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import programs
 import pytest
 import yaml
 from entry_points import write_entry_points
@@ -69,7 +70,7 @@ class Runs:
         if (self._place / "runs").exists():
             how = ["--resume", str(self.run_dir)]
         command = [self._python, "-m", "m2flow", "run", *how, *settings, "--cluster", str(self._place / "cluster.yaml"), "--json"]
-        return subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, timeout=280, check=False)
+        return programs.run(command, cwd=ROOT, env={**os.environ, **given}, timeout=280)
 
     @property
     def run_dir(self) -> Path:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import programs
 import pytest
 from resumed_runs import SPLIT_YAML
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"M2FLOW_TEST_KILLS": str(tmp_path / "kills"), "M2FLOW_TEST_RUNS": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "m2flow", "run", *arguments, "--json"]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    return programs.run(command, cwd=ROOT, env=environment, timeout=240)
 
 
 def begun(tmp_path: Path, killed_in: str, flow: str = "dies", *more: str) -> subprocess.CompletedProcess[str]:

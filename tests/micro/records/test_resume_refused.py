@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import programs
 import pytest
 from click.testing import CliRunner, Result
 from one_thread import OneThread, SteppedRun, commit_every, imaged, resumed
@@ -332,7 +333,7 @@ def edited() -> None:
     def m2flow(*arguments: str) -> subprocess.CompletedProcess[str]:
         """An eager run begins its process anew where torch is loaded already, as it may be in this one."""
         command = [sys.executable, "-m", "m2flow", "run", *arguments, "--quiet"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        return programs.run(command, timeout=240)
 
     begun = m2flow(str(file), "--cluster", str(cluster), "--runs-dir", str(tmp_path / "runs"), *(["--eager"] if mode == "--eager" else []))
     assert begun.returncode != 0

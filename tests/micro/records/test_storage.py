@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from resumed_runs import SPLIT_YAML
 
@@ -29,7 +30,7 @@ SAME = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sh
 def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"M2FLOW_TEST_KILLS": str(tmp_path / "kills"), "M2FLOW_TEST_RUNS": str(tmp_path / "here")}
     command = [sys.executable, "-m", "m2flow", "run", *arguments, "--json"]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return programs.run(command, cwd=ROOT, env=environment, timeout=240)
 
 
 def begun(tmp_path: Path, killed_in: str, storage: str) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import programs
 import pytest
 from device_files import file_memory
 
@@ -83,7 +83,7 @@ def test_a_run_over_any_transport_equals_the_eager_one(transport: str, changes: 
 )
 def test_real_processes_train_the_same_model_over_any_transport(engine: str, transport: str, changes: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "runs"), engine, transport, changes]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    said = programs.run(command, timeout=240)
     assert said.returncode == 0, said.stdout + said.stderr
     run_dir = Path(said.stdout.split()[-1])
     loads = [span for span in read_spans(run_dir) if span.name == "weights.load"]
