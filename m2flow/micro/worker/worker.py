@@ -826,11 +826,11 @@ class Worker:
         call, drawn = self._calls[task.call], self._calls[task.drawn_by]
         if task.aborted_by >= 0:
             stopped = self._store.get(stopped_at(task.aborted_by), task.ids)
-            self.engine_host.resume(call, stopped, drawn, task.waited_us, task.speakers)
+            self.engine_host.resume(call, stopped, drawn, task.waited_us, task.speakers, task.waits_us)
             self._progress_log.began(task.ids, task.had)
         else:
             prompts = self._store.get(prompts_of(drawn), task.prompts)
-            self.engine_host.generate(call, task.ids, prompts, drawn, task.waited_us, task.speakers)
+            self.engine_host.generate(call, task.ids, prompts, drawn, task.waited_us, task.speakers, task.waits_us)
         self._tasks.began(task)
 
     def _decode(self) -> None:
