@@ -777,10 +777,11 @@ class Resources:
         await asyncio.gather(*opening, return_exceptions=True)
 
     async def _open(self, kind: type) -> object:
+        own = asyncio.current_task()
         try:
             return await self._stack.enter_async_context(typing.cast(Any, kind)())
         except BaseException as error:
-            if is_stopped(error):
+            if is_stopped(error, own):
                 raise
             raise EpisodeFailed("tool_failed", f"{kind.__name__} can't be opened: {type(error).__name__}: {error}") from error
 

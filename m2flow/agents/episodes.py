@@ -86,6 +86,8 @@ class EpisodeStart:
     branch: str = ""
     """A word that the random numbers of turns depend on, too, where an episode goes another way than its record."""
     told: Told | None = None
+    waited_s: float = 0.0
+    """How long it has waited for its next turn in another process, which it was moved away from."""
 
 
 @dataclass(eq=False)
@@ -152,6 +154,8 @@ class _Episode:
         """Seconds that it may take yet, while a turn of it waits for an engine."""
         self.host = host
         self.threads: Executor = host.threads
+        self.waits_since_s = time.monotonic() - start.waited_s
+        self.has_asked = False
 
     # What the agent's chats call, on the loop's thread
 
@@ -242,10 +246,10 @@ class _Episode:
         except NoReward as error:
             columns, added = {"failure": "no_reward"}, {"error": str(error)}
         except BaseException as error:
-            if is_stopped(error) and not self.host.has(self):
+            if is_stopped(error, self.task) and not self.host.has(self):
                 return
             columns, added = {"failure": "raised"}, {"error": f"{type(error).__name__}: {error}"}
-            if not is_stopped(error):  # Else it has cancelled itself, or the run ends.
+            if not is_stopped(error, self.task):  # Else it has cancelled itself, or the run ends.
                 self.host.show(self.id, traceback.format_exc())
         self.host.post(lambda: self.host.end(self, columns, added))
 
@@ -349,6 +353,8 @@ class Episodes:
             if episode.recorded:
                 self._catching_up.add(episode.id)
             self._starts[episode.id] = episode
+            if start.waited_s:
+                self._starts = dict(sorted(self._starts.items(), key=lambda one: one[1].waits_since_s))
         self._begin_some()
 
     def _begin_some(self) -> None:
@@ -360,7 +366,9 @@ class Episodes:
         num = self._queue.num_to_begin((episode.num_tokens for episode in self._starts.values()), num_free)
         for episode in list(itertools.islice(self._starts.values(), num)):
             del self._starts[episode.id]
-            self._queue.begun(episode.id, episode.num_tokens)
+            stopped = episode.start.stopped
+            num_turns = 0 if stopped is None else sum(len(strand.turns) for strand in stopped.strands if not strand.by)
+            self._queue.begun(episode.id, episode.num_tokens, num_turns)
             self._loop.call(episode.begin)
 
     def cache_lost(self) -> None:
@@ -439,7 +447,9 @@ class Episodes:
         if episode.waiting is None and episode.queued:
             turn = episode.waiting = episode.queued.popleft()
             turn.engine._asked[episode.id] = turn
-            turn.engine._queue.asked(episode.id, _num_tokens_before(turn))
+            waited_s = 0.0 if episode.has_asked or not episode.start.waited_s else time.monotonic() - episode.waits_since_s
+            episode.has_asked = True
+            turn.engine._queue.asked(episode.id, _num_tokens_before(turn), waited_s)
             if is_limited(episode.start.bounds):
                 turn.stops_clock = True
                 self._loop.call(episode.waits)
@@ -707,6 +717,11 @@ class Episodes:
         """The episodes for which `is_queued` holds, those that lose least by going on elsewhere first."""
         begin = [Waiting(packed, episode.num_tokens, 0) for packed, episode in reversed(self._starts.items())]
         return begin + self._queue.last([packed for packed in self._asked if self.is_queued(packed)])
+
+    def waited_us(self, packed: int) -> int:
+        """How long an episode for which `is_queued` holds has waited for its turn, wherever."""
+        start = self._starts.get(packed)
+        return int(1e6 * (self._queue.waited_s(packed) if start is None else time.monotonic() - start.waits_since_s))
 
     @property
     def turn_tokens(self) -> float:

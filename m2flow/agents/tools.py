@@ -197,7 +197,7 @@ class Tool:
         return await self._run(call, threads, begins)
 
     async def _run(self, call: Callable[[], Any], threads: Executor, begins: Callable[[], object]) -> Outcome:
-        is_async = inspect.iscoroutinefunction(self.function)
+        is_async, own = inspect.iscoroutinefunction(self.function), asyncio.current_task()
         limit = asyncio.timeout(self.timeout_s if is_async else None)  # Of a plain function it begins when a thread does.
         try:
             async with limit:
@@ -211,7 +211,7 @@ class Tool:
         except EpisodeFailed:
             raise
         except BaseException as error:
-            if is_stopped(error):
+            if is_stopped(error, own):
                 raise
             timed_out = isinstance(error, TimeoutError) and limit.expired()
             said = self._said_late if timed_out else f"{type(error).__name__}: {error}"
@@ -236,15 +236,21 @@ class Tool:
         return await loop.run_in_executor(threads, begun)
 
 
-def is_stopped(error: BaseException) -> bool:
+def is_stopped(error: BaseException, own: asyncio.Task[Any] | None) -> bool:
     """Whether a coroutine raises because it is to end, and not of itself: its task is cancelled, or nobody has it any more.
 
-    What awaits a task that something else has cancelled raises `CancelledError`, too, and code that a model wrote may exit.
+    What awaits a task that something else has cancelled raises `CancelledError`, too, and code that a model wrote may exit. One that is
+    closed (`GeneratorExit`) is not run by its own task then.
     """
-    if isinstance(error, asyncio.CancelledError):
+    if not isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return False
+    try:
         task = asyncio.current_task()
+    except RuntimeError:  # No loop runs: the coroutine is closed where it waits.
+        return True
+    if isinstance(error, asyncio.CancelledError):
         return task is None or task.cancelling() > 0
-    return isinstance(error, GeneratorExit)
+    return task is not own
 
 
 _P = ParamSpec("_P")

@@ -53,7 +53,19 @@ class _Context(NamedTuple):
 
     num_tokens: int
     num_turns: int
-    """Turns that the engine has answered."""
+    """Turns that it has had."""
+    num_elsewhere: int
+    """Those of them that another engine has answered."""
+
+
+class _Place(NamedTuple):
+    """Where an episode's turn stands among those that wait."""
+
+    since_s: float
+    number: int
+    """Turns that were asked for before it."""
+    num_given: int
+    """Turns that the engine had been given when it was asked for."""
 
 
 class Waiting(NamedTuple):
@@ -84,7 +96,7 @@ class TurnQueue:
     left (longest processing time first), by the share of episodes that ended after as many turns; before enough have ended, and among
     equals, the one that has waited longest. Once they do not fit, those turns go first whose context is among what was used last, as
     the cache keeps it. An engine whose cache's size is not known has room for all. A turn that was passed over often goes before
-    all others (`_OVERTAKEN`).
+    all others (`_OVERTAKEN`). An episode that was moved here has waited since it asked where it was.
 
     Source:
         Graham 1969 (longest processing time); Kaplan and Meier 1958 (of episodes that have not ended, too, it is known how many turns they
@@ -113,9 +125,10 @@ class TurnQueue:
         self._ended_tokens = 0
         self._num_given = 0
         """Turns that the engine was given."""
-        self._asked_at: dict[int, tuple[int, int]] = {}
-        """Episode -> how many they were when it asked for its turn, and how many were asked for before that."""
+        self._asked_at: dict[int, _Place] = {}
         self._num_asked = 0
+        self._moved: set[int] = set()
+        """Episodes that have waited elsewhere for the turn that waits here now."""
         self._waiting: dict[int, dict[int, None]] = {}
         """The episodes whose turn waits, as they asked, by the turns that they had: all are not to be sorted in each step."""
         self._expected: dict[int, float] = {}
@@ -143,27 +156,40 @@ class TurnQueue:
 
     # What happens to episodes
 
-    def begun(self, packed: int, num_tokens: int) -> None:
-        """Note that an episode has begun, whose first context will have about so many tokens."""
-        self._follows(packed, num_tokens, 0)
+    def begun(self, packed: int, num_tokens: int, num_turns: int = 0) -> None:
+        """Note that an episode has begun, or goes on after so many turns; its first context here will have about so many tokens."""
+        self._num_tokens += num_tokens
+        self._contexts[packed] = _Context(num_tokens, num_turns, num_turns)
         self._expected[packed] = time.monotonic() + _OPENS_S
 
-    def asked(self, packed: int, num_tokens: int) -> None:
-        """Note a turn that an episode asks for, behind a context of so many tokens."""
+    def asked(self, packed: int, num_tokens: int, waited_s: float = 0.0) -> None:
+        """Note a turn that an episode asks for, behind a context of so many tokens, and for which it has waited elsewhere."""
         self._expected.pop(packed, None)
         known = self._contexts.get(packed)
         num_turns = 0 if known is None else known.num_turns
         self._num_continued[num_turns] += 1
-        self._asked_at[packed] = self._num_given, self._num_asked
+        place = _Place(time.monotonic() - waited_s, self._num_asked, self._num_given)
         self._num_asked += 1
         self._follows(packed, num_tokens, num_turns)
         of_same = self._waiting.setdefault(num_turns, {})
         of_same.pop(packed, None)  # A turn that was given up.
         of_same[packed] = None
+        if waited_s:
+            later = [one for of in self._waiting.values() for other in of if other != packed and (one := self._asked_at[other]) > place]
+            place = place._replace(num_given=min((one.num_given for one in later), default=self._num_given))
+            self._moved.add(packed)
+        self._asked_at[packed] = place
+        if waited_s:
+            self._waiting[num_turns] = dict.fromkeys(self.as_asked(of_same))
+
+    def waited_s(self, packed: int) -> float:
+        """How long a turn that waits has done so, here and elsewhere."""
+        return time.monotonic() - self._asked_at[packed].since_s
 
     def _follows(self, packed: int, num_tokens: int, num_turns: int) -> None:
-        self._num_tokens += num_tokens - (self._contexts[packed].num_tokens if packed in self._contexts else 0)
-        self._contexts[packed] = _Context(num_tokens, num_turns)
+        known = self._contexts.get(packed)
+        self._num_tokens += num_tokens - (0 if known is None else known.num_tokens)
+        self._contexts[packed] = _Context(num_tokens, num_turns, 0 if known is None else known.num_elsewhere)
 
     def given(self, packed: int, num_tokens: int) -> None:
         """Note that the engine has been given a turn."""
@@ -187,6 +213,7 @@ class TurnQueue:
         self._leave(packed, self._running.get(packed, 0))
 
     def _waits_no_more(self, packed: int) -> None:
+        self._moved.discard(packed)
         if packed in self._contexts:
             self._waiting.get(self._contexts[packed].num_turns, {}).pop(packed, None)
 
@@ -243,6 +270,8 @@ class TurnQueue:
         """
         if not self._limit:
             return list(asked.values())
+        if self._moved:
+            asked = {packed: asked[packed] for packed in self.as_asked(asked)}
         found: list[T] = []
         held = sum(self._running.values())
         for packed in itertools.islice(self._in_order(asked, num_free), max(num_free, 0)):
@@ -257,9 +286,10 @@ class TurnQueue:
         found = []
         for packed in asked:
             context = self._contexts[packed]
-            kept = self._cached.get(packed, 0) if self.capacity else context.num_tokens * (context.num_turns > 0)
+            kept = self._cached.get(packed, 0) if self.capacity else context.num_tokens * (context.num_turns > context.num_elsewhere)
             found.append(Waiting(packed, context.num_tokens, min(kept, context.num_tokens)))
-        return sorted(found, key=lambda one: (one.num_cached > 0, -self._asked_at[one.episode][1]))
+        found.sort(key=lambda one: self._asked_at[one.episode], reverse=True)
+        return sorted(found, key=lambda one: one.num_cached > 0)
 
     @property
     def turn_tokens(self) -> float:
@@ -268,7 +298,7 @@ class TurnQueue:
 
     def as_asked(self, asked: Iterable[int]) -> list[int]:
         """These episodes in the order in which they asked for their turns."""
-        return sorted(asked, key=lambda packed: self._asked_at[packed][1])
+        return sorted(asked, key=self._asked_at.__getitem__)
 
     def _in_order(self, asked: Mapping[int, T], num_free: int) -> Iterator[int]:
         is_known = sum(self._num_ended.values()) >= _LEAST_ENDED
@@ -276,7 +306,7 @@ class TurnQueue:
             yield from asked
             return
         least = self._num_given - max(_OVERTAKEN * len(self._contexts), _LEAST_OVERTAKEN)
-        first = dict.fromkeys(itertools.takewhile(lambda packed: self._asked_at[packed][0] <= least, asked))
+        first = dict.fromkeys(itertools.takewhile(lambda packed: self._asked_at[packed].num_given <= least, asked))
         yield from first
         if self._is_over:
             there = self._cached.keys() & asked.keys()

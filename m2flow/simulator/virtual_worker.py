@@ -152,7 +152,7 @@ def queue_of(role: str, runs: Sequence[SampleRun], turns: float, kv_capacity: in
     found.sort(key=lambda one: one[:2])
     contexts = [context for *_, context in found]
     cached = [context * has_begun for has_begun, _, _, context in found]
-    return m.Queued(role, num_slots, turn_tokens, kv_capacity, [run.id for _, _, run, _ in found], contexts, cached)
+    return m.Queued(role, num_slots, turn_tokens, kv_capacity, [run.id for _, _, run, _ in found], contexts, cached, [0] * len(found))
 
 
 @final

@@ -7,6 +7,7 @@ import contextlib
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -89,9 +90,35 @@ async def gives_up() -> str:
     return ""
 
 
+@tool(replay="pure")
+def ends_as_a_generator_on_a_thread() -> str:
+    """Raise what closes a generator."""
+    raise GeneratorExit("enough")
+
+
+@tool(replay="pure")
+async def closes_itself() -> str:
+    """The same, after a while."""
+    await asyncio.sleep(0.001)
+    raise GeneratorExit("enough")
+
+
+@tool(replay="pure", on_error="fail")
+async def interrupts() -> str:
+    """Raise what is no `Exception` either."""
+
+    class Interrupt(BaseException):
+        pass
+
+    raise Interrupt("enough")
+
+
 @pytest.mark.parametrize(
     ("name", "how"),
     [
+        ("ends_as_a_generator_on_a_thread", ""),
+        ("closes_itself", ""),
+        ("interrupts", "tool_failed"),
         ("sleepy", ""),
         ("fatal", "tool_failed"),
         ("gone", "tool_failed"),
@@ -106,7 +133,8 @@ def test_a_tools_error_is_a_text_for_the_model_or_the_end_of_the_episode_as_decl
     said: list[str] = []
 
     async def body(chat: Chat, row: Sample) -> float:
-        await chat.say("?", tools=[sleepy, fatal, gone, blocks, quits, gives_up, takes_the_first_of_none], max_tokens=3)
+        tools = [sleepy, fatal, gone, blocks, quits, gives_up, takes_the_first_of_none]
+        await chat.say("?", tools=[*tools, ends_as_a_generator_on_a_thread, closes_itself, interrupts], max_tokens=3)
         said.extend(one.text for one in await chat.run([ToolCall(name, {})]))
         return 1.0
 
@@ -115,6 +143,17 @@ def test_a_tools_error_is_a_text_for_the_model_or_the_end_of_the_episode_as_decl
     assert math.isnan(found.columns["reward"]) if how else found.columns["reward"] == 1.0
     assert all(text.startswith("Error: ") for text in said)
     assert bool(said) is not bool(how)
+
+
+def test_a_tool_s_call_that_is_closed_where_it_waits_is_no_error_of_the_tool():
+    async def closes() -> None:
+        call = sleepy.run({"text": ""}, {}, ThreadPoolExecutor(1))  # type: ignore[attr-defined]
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(0.001)
+        call.close()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(closes())
 
 
 @tool(replay="pure", timeout_s=0.02)

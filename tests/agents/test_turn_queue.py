@@ -166,6 +166,65 @@ def test_a_turn_is_passed_over_only_so_often():
     assert order(queue, 0, 3) == [3], "of more episodes it has to wait for more"
 
 
+@pytest.mark.parametrize("capacity", [1000, 100], ids=["contexts fit", "they do not"])
+def test_an_episode_that_was_moved_here_stands_where_it_would_had_it_waited_here_all_the_time(capacity):
+    queue = queue_of(capacity, num_slots=1)
+    for packed in (1, 2):
+        queue.asked(packed, 30)
+        time.sleep(0.002)
+    since = time.monotonic()
+    time.sleep(0.01)
+    for packed in (3, 4):
+        queue.asked(packed, 30)
+        time.sleep(0.002)
+    queue.begun(5, 30, num_turns=3)
+    queue.asked(5, 30, waited_s=time.monotonic() - since)
+    assert order(queue, 1, 2, 3, 4, 5, num_free=5)[:1] == [1]
+    given = []
+    while left := [packed for packed in (1, 2, 3, 4, 5) if packed not in given]:
+        given += order(queue, *left)
+        queue.given(given[-1], 30)
+        queue.taken_back(given[-1])
+    assert given == [1, 2, 5, 3, 4]
+
+
+def test_a_moved_episode_is_passed_over_no_longer_than_those_that_asked_after_it():
+    queue = queue_of(10, num_slots=1)
+    queue.begun(1, 30)
+    for packed in (1, 2):
+        queue.asked(packed, 30)
+    turn(queue, 9, 3)
+    for _ in range(200):
+        turn(queue, 9, 3)
+    queue.asked(5, 30, waited_s=1000.0)
+    queue.asked(9, 3)
+    given = []
+    while left := [packed for packed in (1, 2, 5, 9) if packed not in given]:
+        given += order(queue, *left)
+        queue.given(given[-1], 3)
+        queue.taken_back(given[-1])
+    assert given == [5, 1, 2, 9], "three of them have waited for 200 turns, and the cache has the fourth"
+
+
+def test_what_a_moved_episode_had_elsewhere_counts_as_turns_and_not_as_context_here():
+    queue = queue_of(0)
+    queue.begun(1, 30, num_turns=3)
+    queue.asked(1, 30, waited_s=1.0)
+    assert queue.last([1]) == [Waiting(1, 30, 0)]
+    assert queue.waited_s(1) >= 1.0
+    queue.given(1, 30)
+    queue.answered(1, 35)
+    queue.asked(1, 36)
+    assert queue.last([1]) == [Waiting(1, 36, 36)]
+    queue.begun(2, 30)
+    for _ in range(20):
+        queue.begun(3, 5)
+        turn(queue, 3, 5)
+        queue.ended(3, is_over=True)
+    queue.asked(2, 30)
+    assert order(queue, 1, 2) == [2], "of one that has had four turns less is expected than of one that begins"
+
+
 def test_an_engine_is_given_no_more_contexts_at_once_than_its_cache_holds():
     queue = queue_of(100, num_slots=8)
     for packed in range(5):
@@ -354,6 +413,26 @@ def test_an_agent_that_takes_long_to_its_first_turn_holds_no_place_for_ever(loop
     _, episodes = hosted(loop, 2, 1)
     episodes.begin([begun(index, opener) for index in range(3)])
     assert len(played(episodes)) == 3
+
+
+def test_an_episode_that_goes_on_here_after_it_was_moved_begins_and_speaks_before_what_came_later(loop: EventLoop):
+    spoke: list[int] = []
+
+    @agent
+    async def speaker(chat: Chat, row: Sample) -> float:
+        await chat.say("?", max_tokens=3)
+        spoke.append(row.id.index)
+        return 0.0
+
+    _, episodes = hosted(loop, 1, 10)
+    starts = [begun(index, speaker) for index in range(4)]
+    *here, moved = [replace(start, request=replace(start.request, prompt="x" * 20)) for start in starts]
+    episodes.begin(here)
+    episodes.begin([replace(moved, waited_s=100.0)])
+    packed = moved.request.id
+    assert episodes.waited_us(packed) >= 100e6
+    assert len(played(episodes)) == 4
+    assert spoke == [0, 3, 1, 2], "one had begun before it came"
 
 
 def test_an_episode_that_has_not_begun_is_given_up_with_what_it_had(loop: EventLoop):

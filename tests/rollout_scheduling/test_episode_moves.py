@@ -125,7 +125,9 @@ class Two:
     def queued(self, *, turn_tokens: float = 100.0, num_cached: int = 0, kv_capacity: int = 0) -> list[list[int]]:
         """What is to leave the other instance, where all but the first wait, the last at the front."""
         ids = self.here.ids[:0:-1]
-        report = m.Queued("policy", 4, turn_tokens, kv_capacity, ids, [50] * len(ids), [num_cached] * len(ids))
+        report = m.Queued(
+            "policy", 4, turn_tokens, kv_capacity, ids, [50] * len(ids), [num_cached] * len(ids), [7 * row for row in range(len(ids))]
+        )
         found = self.say("rollout-1", report)
         assert all(isinstance(one, m.Preempt) and one.queued for one in found)
         return [one.ids for one in found if isinstance(one, m.Preempt)]
@@ -154,7 +156,7 @@ def test_what_was_stopped_begins_at_once_where_it_is_to_go_on_and_an_instance_is
     (asked,) = two.queued()
     assert two.queued() == []
     begun = two.say("rollout-1", m.Preempted(two.here.call, asked[:2], [two.here.number] * 2))
-    assert [one.ids for one in begun if isinstance(one, m.Generate)] == [asked[:2]]
+    assert [(one.ids, one.waits_us) for one in begun if isinstance(one, m.Generate)] == [(asked[:2], [0, 7])]
     assert len(begun) == 1
     assert two.queued() == [[two.here.ids[5]]], "there is room for one more"
     assert two.say("rollout-1", m.Preempted(two.here.call, [], [])) == []
@@ -179,7 +181,7 @@ def test_an_episode_that_waits_wherever_it_goes_moves_ever_more_rarely():
     for num_moves in range(4):
         name = f"rollout-{1 - num_moves % 2}"
         for turn_tokens in (23.0 * 2**num_moves, 25.0 * 2**num_moves):  # By the default pace 24 take as long as a move.
-            asked.append(two.say(name, m.Queued("policy", 4, turn_tokens, 0, [row], [50], [0])))
+            asked.append(two.say(name, m.Queued("policy", 4, turn_tokens, 0, [row], [50], [0], [0])))
         begun = two.say(name, m.Preempted(two.here.call, [row], [number]))
         number = next(one.number for one in begun if isinstance(one, m.Generate))
     assert [[one.ids for one in sent if isinstance(one, m.Preempt)] for sent in asked] == [[], [[row]]] * 4

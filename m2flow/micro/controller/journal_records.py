@@ -29,7 +29,7 @@ from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import given_by, is_time_dependent, version_spans_of
 from m2flow.micro.records.accounting import read_meter
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, scratch_name, segment_files, start_of
+from m2flow.micro.records.segments import Found, Kind, Place, SegmentReader, scan_segments, scratch_name, segment_files, start_of
 from m2flow.samples import Batch
 
 # ---- files of dead workers
@@ -77,9 +77,10 @@ class CrashRecovery:
         """Read what a worker that has ended left in its files. A second call for the same processes returns nothing."""
         messages: list[UnreportedMessage] = []
         # A sample's state while running was written before its end: read in this order, the end counts.
+        reader = SegmentReader(self._directory)
         for name in (scratch_name(worker, "running"), worker):
             for found in scan_segments(self._directory, name, self._known):
-                rows, name_of_file = read_segment(self._directory, found.place), found.place[0]
+                rows, name_of_file = reader.read(found.place), found.place[0]
                 told = self._told.get(name_of_file, set()) if self._known.get(name_of_file) == start_of(found.place) else set()
                 fresh = [row for row, packed in enumerate(rows.ids.tolist()) if packed not in told]
                 if fresh:

@@ -62,6 +62,8 @@ class Generate(Task, frozen=True):
     """Keep finished samples in the segment file only, since they may wait for long."""
     waited_us: int = 0
     """Time from the making of the call to the sending of this task; for the record."""
+    waits_us: list[int] = []
+    """How long each has waited elsewhere for its next turn, if they were moved; empty: they were not."""
     speakers: dict[str, list[str]] = {}
     """Role that speaks in episodes and whose rollout engine the worker lacks -> the processes that take its turns, each those of some
     samples (`m2flow.micro.protocol.worker_state.instance_of`)."""
@@ -289,6 +291,8 @@ class Queued(Message, frozen=True):
     """Tokens of the context of each."""
     num_cached: list[int]
     """Those of them that are in the cache here, and would be read again elsewhere."""
+    waits_us: list[int]
+    """How long each has waited for the turn that it asks for, here and where it was before."""
 
 
 class Flushed(Message, frozen=True):

@@ -59,9 +59,8 @@ def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is
             wanted.setdefault(found[0], set()).add(packed)  # An older row of the sample may be in the record of another one.
     parts = []
     for place, mine in wanted.items():
-        rows = read_segment(run_dir / "segments", place)
-        here = [row for row, packed in enumerate(rows.ids.tolist()) if packed in mine]
-        parts += [rows.take(here)] if here else []
+        rows = read_segment(run_dir / "segments", place, mine)
+        parts += [rows] if len(rows) else []
     return Batch.concat(parts).select(np.array(ids, np.int64))
 
 

@@ -40,7 +40,7 @@ from m2flow.micro.records.checkpoints import Checkpoint, newest_good
 from m2flow.micro.records.flow_record import RunRecord, read_record
 from m2flow.micro.records.ledger import IS_CURRENT, Ledger
 from m2flow.micro.records.rundir import reading_ledger
-from m2flow.micro.records.segments import Found, Kind, Place, read_segment, scan_segments, scratch_name, worker_of
+from m2flow.micro.records.segments import Found, Kind, Place, SegmentReader, read_segment, scan_segments, scratch_name, worker_of
 from m2flow.samples import Batch, Finish, SampleId
 
 EAGER = "eager"
@@ -131,37 +131,39 @@ class Resumption:
 
     # ---- records that were not reported
 
-    def _unreported(self) -> list[tuple[Found, Batch]]:
+    def _unreported(self) -> list[Found]:
         """Records in the files of all processes that the ledger does not know."""
         known = dict(self._ledger.select("SELECT file, size FROM known"))
         names = sorted({worker_of(path.name) for path in self._directory.glob("*.seg")} - {EAGER, scratch_name(EAGER, "running")})
-        found = [one for name in names for one in scan_segments(self._directory, name, known) if one.kind is not Kind.RESULT]
-        return [(one, read_segment(self._directory, one.place)) for one in found]
+        return [one for name in names for one in scan_segments(self._directory, name, known) if one.kind is not Kind.RESULT]
 
-    def _add_records(self, records: Sequence[tuple[Found, Batch]]) -> None:
+    def _add_records(self, records: Sequence[Found]) -> None:
         """Add records to the ledger. The best record of a sample counts: it is unknown which process wrote last, and tokens only become
         more.
         """
         best: dict[int, _Written] = {}
-        for found, rows in records:
-            if found.kind is Kind.GIVEN_UP:
-                continue
+        given_up = [found for found in records if found.kind is Kind.GIVEN_UP]
+        records = [found for found in records if found.kind is not Kind.GIVEN_UP]
+        reader = SegmentReader(self._directory)
+        for found in records:
+            rows = reader.read(found.place)
             counts = call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows)
             for packed, count, num_noted in zip(rows.ids.tolist(), *counts, strict=True):
                 written = _Written(found.kind is Kind.FINISHED, count, num_noted, found)
                 if packed not in best or written[:3] > best[packed][:3]:
                     best[packed] = written
-        for found, rows in records:
-            if found.kind is Kind.GIVEN_UP:
-                continue
-            mine = [packed for packed in rows.ids.tolist() if best[packed].found is found and not self._is_known(packed, found.place)]
+        mine_of: dict[Place, list[int]] = {}
+        for packed, written in best.items():
+            mine_of.setdefault(written.found.place, []).append(packed)
+        for found in records:
+            mine = [packed for packed in mine_of.get(found.place, ()) if not self._is_known(packed, found.place)]
             if found.kind is not Kind.FINISHED:
                 mine = [packed for packed in mine if self._adds(packed, best[packed])]
             if mine:
-                self._told(found, rows.select(np.array(mine, np.int64)))
-        for found, rows in records:
-            if found.kind is Kind.GIVEN_UP:
-                self._given_up(found.call, dict(zip(rows.ids.tolist(), map(int, rows.dense("num_generated")), strict=True)))
+                self._told(found, read_segment(self._directory, found.place, mine).select(np.array(mine, np.int64)))
+        for found in given_up:
+            rows = reader.read(found.place)
+            self._given_up(found.call, dict(zip(rows.ids.tolist(), map(int, rows.dense("num_generated")), strict=True)))
 
     def _adds(self, sample: int, written: _Written) -> bool:
         """Whether a record of an unfinished sample has more than the ledger's."""
@@ -172,8 +174,8 @@ class Resumption:
         for table in ("prefixes WHERE sample=?", f"samples s WHERE id=? AND {IS_CURRENT}"):
             for place in self._ledger.select(f"SELECT {_PLACE} FROM {table}", (sample,)):
                 with contextlib.suppress(M2FlowError):  # What can't be read has nothing to go on from.
-                    rows = read_segment(self._directory, _place(place)).select(np.array([sample], np.int64))
-                    noted = max(noted, *call_semantics.num_noted_of(rows))
+                    rows = read_segment(self._directory, _place(place), [sample])
+                    noted = max([noted, *call_semantics.num_noted_of(rows)])
         return written.num_noted > noted
 
     def _is_known(self, sample: int, place: Place) -> bool:
@@ -281,7 +283,7 @@ class Resumption:
         found = []
         for place, ids in by_place.items():
             try:
-                found.append((place, read_segment(self._directory, place).select(np.array(ids, np.int64))))
+                found.append((place, read_segment(self._directory, place, set(ids)).select(np.array(ids, np.int64))))
             except M2FlowError:
                 self._restarted.update(ids)
                 self._count_lost({packed: self._ledger.tokens_of(packed) for packed in ids}, _UNREADABLE)

@@ -379,6 +379,8 @@ class CallState:
     """Worker -> number of rows that it was given since an earlier call of the role made these there."""
     num_moves: dict[int, int] = field(default_factory=dict)
     """Episode -> how often it was stopped where it waited, to go on elsewhere."""
+    waits_us: dict[int, int] = field(default_factory=dict)
+    """Episode that was stopped so, and is to go on -> how long it had waited for its turn."""
     users: dict[int, CallState] = field(default_factory=dict)
     """Unfinished calls that take its result, in program order."""
     done: set[int] = field(default_factory=set)

@@ -186,6 +186,8 @@ class RolloutDispatch:
         task = m.Generate(
             state.next_task(), call_state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills, speakers=speakers
         )
+        if call_state.waits_us:
+            task.waits_us.extend(call_state.waits_us.pop(row, 0) for row in rows)
         state.placed(call_state, rows, call_state.call.role, lambda _: worker.tag)
         for role, tags in speakers.items():
             state.placed(call_state, rows, role, lambda row, tags=tags: instance_of(row, tags))  # type: ignore[misc]

@@ -22,7 +22,7 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import numpy as np
 
@@ -51,6 +51,13 @@ _MOST_MOVES = 60
 """Moves of an episode, of which each makes the next one twice as dear: more are as dear as so many."""
 _FEW = 64
 """With more instances than this, those that a policy left out are not all asked again whenever a sample ends or begins."""
+
+
+class _Move(NamedTuple):
+    """Where an episode is to go on, and how long it has waited where it is."""
+
+    to: str
+    waited_us: int
 
 
 class PolicyState(Protocol):
@@ -472,7 +479,7 @@ class Policies:
         """Role -> policies that serve no call now, with what they have learned."""
         self.earlier: dict[tuple[str, str], list[int]] = {}
         """Role and prompt -> lengths of its answers."""
-        self.moving: dict[str, dict[int, str]] = {}
+        self.moving: dict[str, dict[int, _Move]] = {}
         """Worker that was asked to stop episodes that wait there -> these, each with the worker where it is to go on."""
         if self.names:
             make_policies(self.names, plan.predictor)  # Refuses wrong names at the start.
@@ -608,7 +615,7 @@ class EpisodeMoves:
     Each move of an episode makes the next one twice as dear, so that none goes to and fro between instances in which it waits, since the
     contexts there are larger than its own. The last in the queue goes first. An instance gets no more episodes than it decodes at once, nor
     more than its cache has room for if all there have contexts alike; it may have none of its own begun. An instance is asked once at a
-    time, and stops only what still waits.
+    time, and stops only what still waits. Where an episode goes on it stands in the queue as one that has waited there as long.
     """
 
     def __init__(self, state: PolicyState) -> None:
@@ -629,12 +636,12 @@ class EpisodeMoves:
                 self._state.send(name, m.Preempt(ordinal, list(moving), queued=True))
                 return
 
-    def _chosen(self, call_state: CallState, name: str, message: m.Queued, places: Iterable[int]) -> dict[int, str]:
+    def _chosen(self, call_state: CallState, name: str, message: m.Queued, places: Iterable[int]) -> dict[int, _Move]:
         """Choose where episodes go on, of those at these places of the message."""
         free = {} if call_state.is_over or call_state.ready else self._free(call_state, name, message)
         pace = self._policies.paces.get(message.role, _DEFAULT_PACE)
         each_s = message.turn_tokens * (pace.step_s + message.num_slots * pace.sample_s) / message.num_slots
-        moving: dict[int, str] = {}
+        moving: dict[int, _Move] = {}
         for place in places:
             wait_s = (len(message.ids) - place) * each_s
             num_moves = min(call_state.num_moves.get(message.ids[place], 0), _MOST_MOVES)
@@ -642,7 +649,7 @@ class EpisodeMoves:
             if not free or wait_s <= cost_s:
                 continue
             to = max(free, key=lambda one: free[one])
-            moving[message.ids[place]] = to
+            moving[message.ids[place]] = _Move(to, message.waits_us[place])
             free[to] -= 1
             if not free[to]:
                 del free[to]
@@ -650,7 +657,7 @@ class EpisodeMoves:
 
     def _free(self, call_state: CallState, name: str, message: m.Queued) -> dict[str, int]:
         """How many episodes of a call each instance could decode at once, beside those that it has or gets."""
-        coming = Counter(to for of in self._policies.moving.values() for to in of.values())
+        coming = Counter(one.to for of in self._policies.moving.values() for one in of.values())
         most = message.num_slots
         if message.kv_capacity:
             mean = sum(message.contexts) / len(message.contexts)
@@ -675,7 +682,8 @@ class EpisodeMoves:
         for row in message.ids:
             if row in moving and row in call_state.ready:
                 call_state.num_moves[row] = call_state.num_moves.get(row, 0) + 1
-                found.setdefault(moving[row], []).append(row)
+                call_state.waits_us[row] = moving[row].waited_us
+                found.setdefault(moving[row].to, []).append(row)
         return [(call_state, self._state.workers[to], rows) for to, rows in found.items()]
 
     def lost(self, name: str) -> None:

@@ -48,7 +48,7 @@ from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by, is_time_dependent, version_spans_of, window
 from m2flow.micro.records.resume import EAGER
 from m2flow.micro.records.sample_query import SampleQuery
-from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scan_segments, scratch_name
+from m2flow.micro.records.segments import Place, Scratch, SegmentReader, SegmentWriter, scan_segments, scratch_name
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.weight_sync import WeightSettings, checks_of
 from m2flow.observe.spans import Recorder, SpanBlock
@@ -89,8 +89,9 @@ class RunningEpisodes:
         self._before: list[int] = []
         """Those that had ended by then."""
         self._checkpoint = ""
+        reader = SegmentReader(directory)
         for record in scan_segments(directory, scratch_name(EAGER, "running"), {}):
-            rows = read_segment(directory, record.place)
+            rows = reader.read(record.place)
             for row, has in enumerate(zip(call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows), strict=True)):
                 packed = int(rows.ids[row])
                 if packed not in self._found or has >= self._found[packed][0]:
@@ -114,7 +115,7 @@ class RunningEpisodes:
     def _write(self, engine_host: EngineHost) -> None:
         waiting = engine_host.episodes_to_write()
         for call, rows in engine_host.snapshot(waiting) if waiting else ():
-            self._scratch.append(rows, rows.ids.tolist(), Kind.RUNNING, call.ordinal)
+            self._scratch.append_rows(rows, call.ordinal)
         engine_host.episodes_written(waiting)
 
     def ended(self, ids: Iterable[int]) -> None:

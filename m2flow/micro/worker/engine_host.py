@@ -360,23 +360,31 @@ class EngineHost:
         return bool(self._inflight) or len(self._guests) > 0 or self._guests.has_answers
 
     def generate(
-        self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None, waited_us: int = 0, speakers: _Speakers = _NONE
+        self,
+        call: Call,
+        ids: Sequence[int],
+        prompts: Batch,
+        drawn: Call | None = None,
+        waited_us: int = 0,
+        speakers: _Speakers = _NONE,
+        waits_us: Sequence[int] = (),
     ) -> None:
         """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one.
 
         Args:
             speakers: of episodes: role that speaks from other processes -> these.
+            waits_us: of episodes that were moved here: how long each has waited elsewhere.
         """
-        drawn = drawn or call
-        self._begin(
-            call, drawn, call_semantics.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us, speakers, is_stopped=False
-        )
+        requests = call_semantics.requests(drawn or call, ids, prompts, self._run_seed)
+        self._begin(call, drawn or call, requests, prompts, waited_us, speakers, waits_us, is_stopped=False)
 
-    def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0, speakers: _Speakers = _NONE) -> None:
-        """Queue samples that resume from the tokens in these rows. `speakers` as in `generate`."""
+    def resume(
+        self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0, speakers: _Speakers = _NONE, waits_us: Sequence[int] = ()
+    ) -> None:
+        """Queue samples that resume from the tokens in these rows; the rest as in `generate`."""
         for packed, version_spans in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
             check_given(call, packed, version_spans)
-        self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us, speakers, is_stopped=True)
+        self._begin(call, drawn, call_semantics.continuations(drawn, stopped), stopped, waited_us, speakers, waits_us, is_stopped=True)
 
     def _begin(
         self,
@@ -386,6 +394,7 @@ class EngineHost:
         prompts: Batch,
         waited_us: int,
         speakers: _Speakers,
+        waits_us: Sequence[int],
         *,
         is_stopped: bool,
     ) -> None:
@@ -398,6 +407,8 @@ class EngineHost:
         if "agent" in drawn.options:
             is_stopped = is_stopped and (any(had) or not drawn.options.get("branches"))  # Their parents' rows look alike.
             starts = list(episodes_of(drawn, requests, prompts, is_stopped=is_stopped))
+            if waits_us:
+                starts = [replace(start, waited_s=us / 1e6) for start, us in zip(starts, waits_us, strict=True)]
             if (told := self.told) is not None:
                 starts = [replace(start, told=told(start.request.id)) for start in starts]
             had = [start.stopped.num_sampled if start.stopped is not None else 0 for start in starts]
@@ -601,6 +612,7 @@ class EngineHost:
         for role, episodes in self._episodes.items():
             if role in self._rollout and (waiting := episodes.queued()):
                 columns = [list(column) for column in zip(*waiting, strict=True)]
+                columns.append([episodes.waited_us(one.episode) for one in waiting])
                 yield Queued(role, self._settings["rollout"].max_running, episodes.turn_tokens, episodes.kv_capacity, *columns)
 
     def interrupt(self, ids: Iterable[int]) -> Batch:

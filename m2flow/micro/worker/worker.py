@@ -25,12 +25,12 @@ here or comes of that row. The function's thread then goes on with it, and the w
 Progress log (`ProgressLog`). What `m2flow.micro.controller.journal_records` reads after the process was killed:
 
     finished samples, stopped ones   -> <worker>.seg              kept with the run
-    running samples, now and then    -> <worker>-running.seg      the newest of each is kept, while it runs
+    running samples, now and then    -> <worker>-running.seg      what the newest of each needs is kept, while it runs
     rows of functions, not rewards   -> <worker>-rows.seg         kept until their call is forgotten
     counts, after every decode step  -> <worker>.meter            kept with the run
 
-A running sample is flushed when it has got so many tokens, or so many seconds have passed, since the last time. All of it is written, not
-only what is new: so one record is enough to resume from, and earlier ones need not be kept.
+A running sample is flushed when it has got so many tokens, or so many seconds have passed, since the last time: all of it, but of an
+episode, which is written down at each turn, only what is new (`m2flow.micro.records.segments`).
 
 Idle spans (`IdleSpans`). Many turns without work are one span. The time before a worker's first work and after its last is no wait of the
 schedule, and is left out.
@@ -416,9 +416,8 @@ class ProgressLog:
         waiting = engine_host.episodes_to_write()
         wanted, done = [*waiting, *also], []
         for call, rows in engine_host.snapshot(dict.fromkeys(wanted)) if wanted else ():
-            ids = rows.ids.tolist()
-            done.append((call, rows, self._running.append(rows, ids, Kind.RUNNING, call.ordinal)))
-            self._written.update(zip(ids, call_semantics.num_generated_of(rows), strict=True))
+            done += [(call, told, place) for told, place in self._running.append_rows(rows, call.ordinal)]
+            self._written.update(zip(rows.ids.tolist(), call_semantics.num_generated_of(rows), strict=True))
         engine_host.episodes_written(waiting)
         return done
 
@@ -827,11 +826,11 @@ class Worker:
         call, drawn = self._calls[task.call], self._calls[task.drawn_by]
         if task.aborted_by >= 0:
             stopped = self._store.get(stopped_at(task.aborted_by), task.ids)
-            self.engine_host.resume(call, stopped, drawn, task.waited_us, task.speakers)
+            self.engine_host.resume(call, stopped, drawn, task.waited_us, task.speakers, task.waits_us)
             self._progress_log.began(task.ids, task.had)
         else:
             prompts = self._store.get(prompts_of(drawn), task.prompts)
-            self.engine_host.generate(call, task.ids, prompts, drawn, task.waited_us, task.speakers)
+            self.engine_host.generate(call, task.ids, prompts, drawn, task.waited_us, task.speakers, task.waits_us)
         self._tasks.began(task)
 
     def _decode(self) -> None:

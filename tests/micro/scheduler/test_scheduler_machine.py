@@ -115,7 +115,7 @@ def test_every_rule_holds_where_what_waits_for_an_engine_moves(request, monkeypa
         for role, ids in of_role.items():
             counts = [rng.randint(1, 60) for _ in ids]
             self.said.append(
-                m.Queued(role, rng.choice([1, 4, 64]), rng.choice([5.0, 500.0]), rng.choice([0, 20, 300]), ids, counts, counts)
+                m.Queued(role, rng.choice([1, 4, 64]), rng.choice([5.0, 500.0]), rng.choice([0, 20, 300]), ids, counts, counts, counts)
             )
 
     def noted(self: RolloutDispatch, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
