@@ -562,7 +562,8 @@ class _KeptNames:
 
         def with_kept_names(module: Any) -> None:
             execute(module)
-            read = module.define_import_structure
+            if (read := getattr(module, "define_import_structure", None)) is None:
+                return  # Another release lists them in another way.
 
             @cache
             def define(module_path: str | Path, prefix: str | None = None) -> _Names:
