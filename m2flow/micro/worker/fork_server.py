@@ -14,7 +14,10 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib
+import importlib.machinery
+import inspect
 import os
 import re
 import resource
@@ -29,9 +32,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, final
+from types import FrameType, ModuleType
+from typing import IO, TYPE_CHECKING, Any, final
 
 import msgspec
 
@@ -504,14 +508,107 @@ def _leave_orphan() -> None:
 def _load(modules: Sequence[str]) -> None:
     """Load what workers need, in a process that will be forked; ends it if that can't be, and plain processes say why."""
     try:
-        for module in modules:
-            importlib.import_module(module)
+        with _KeptNames(), _brief_frames():
+            for module in modules:
+                importlib.import_module(module)
         if len(os.listdir("/proc/self/task")) > 1:
             raise InternalError("a module that is loaded for workers has started a thread, which a fork would lose")
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     gc.freeze()  # What is garbage by now stays too: to look for it takes longer than a worker takes to start.
+
+
+@contextlib.contextmanager
+def _brief_frames() -> Iterator[None]:
+    """Within it, `inspect` says of a frame where it is, by what the frame itself knows.
+
+    For each of its operators torch asks for the file and line, for which `inspect` reads the source too, and for the module, for which it
+    resolves the paths of all modules.
+    """
+    described, found = inspect.getframeinfo, inspect.getmodule
+
+    def module_of(object: object, _filename: str | None = None) -> ModuleType | None:
+        return sys.modules.get(object.f_globals.get("__name__", "")) if isinstance(object, FrameType) else found(object, _filename)
+
+    inspect.getframeinfo, inspect.getmodule = (lambda frame, context=1: described(frame, 0)), module_of
+    try:
+        yield
+    finally:
+        inspect.getframeinfo, inspect.getmodule = described, found
+
+
+_Names = dict[frozenset[str], dict[str, set[str]]]
+"""Packages needed -> module of transformers -> names in it."""
+_read_names = msgspec.json.Decoder(tuple[str, list[tuple[list[str], dict[str, set[str]]]]]).decode
+
+
+@final
+class _KeptNames:
+    """Within it, `transformers` gets the names in its models' modules from `kept_names`: a finder, through which it loads its listing."""
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *error: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        is_listing = name == "transformers.utils.import_utils"
+        found = importlib.machinery.PathFinder.find_spec(name, path) if is_listing else None
+        if found is None or found.loader is None:
+            return None
+        execute = found.loader.exec_module
+
+        def with_kept_names(module: Any) -> None:
+            execute(module)
+            if (read := getattr(module, "define_import_structure", None)) is None:
+                return  # Another release lists them in another way.
+
+            @cache
+            def define(module_path: str | Path, prefix: str | None = None) -> _Names:
+                names: Callable[[], _Names] = partial(read, module_path, prefix)
+                return kept_names(module_path, names) if prefix == "models" and isinstance(module_path, Path) else names()
+
+            module.define_import_structure = define
+
+        found.loader.exec_module = with_kept_names  # type: ignore[method-assign]
+        return found
+
+
+def kept_names(folder: Path, read: Callable[[], _Names]) -> _Names:
+    """Return the names in the modules of a folder as an earlier process kept them; else `read` them, a quarter of a second, and keep them.
+
+    ~/.cache/m2flow/transformers/<digest of the folder's path>.json    (or $XDG_CACHE_HOME)
+
+    They hold while the paths, sizes and modification times are the same, as Python's bytecode does: of all modules in the folder, and of
+    those in the folder `utils` beside it, which reads them.
+    """
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "m2flow" / "transformers"
+    kept /= hashlib.sha256(bytes(folder)).hexdigest()[:32] + ".json"
+    modules = sorted([*_modules_in(str(folder)), *_modules_in(str(folder.parent / "utils"))])
+    state = hashlib.sha256(repr(modules).encode()).hexdigest()
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        of, names = _read_names(kept.read_bytes())
+        if of == state:
+            return {frozenset(packages): found for packages, found in names}
+    names_now = read()
+    with contextlib.suppress(OSError):  # There may be no place for it.
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        made = kept.with_suffix(f".{os.getpid()}")
+        made.write_bytes(msgspec.json.encode((state, list(names_now.items()))))
+        made.replace(kept)
+    return names_now
+
+
+def _modules_in(folder: str) -> Iterator[tuple[str, int, int]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                status = entry.stat()
+                yield entry.path, status.st_size, status.st_mtime_ns
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield from _modules_in(entry.path)
 
 
 def _become(request: Fork, output: int, answer: int, own_path: Sequence[str]) -> None:

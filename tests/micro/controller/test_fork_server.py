@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -322,3 +323,61 @@ def test_a_cluster_spec_that_comes_through_a_pipe_is_left_to_the_command(monkeyp
         os.close(sink)
         main._load_ahead(["run", "f.py", "--cluster", f"/dev/fd/{source}"])
         assert spec.read() == "placement: split\n"
+
+
+def test_names_are_read_again_when_a_module_has_changed_or_what_was_kept_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    models, utils = tmp_path / "library" / "models", tmp_path / "library" / "utils"
+    (models / "llama").mkdir(parents=True)
+    utils.mkdir()
+    module, reader = models / "llama" / "modeling.py", utils / "reader.py"
+    for file in (module, reader):
+        file.write_text("1\n")
+    names = {frozenset({"torch", "vision"}): {"models.llama.modeling": {"A", "B"}}, frozenset(): {}}
+    times: list[int] = []
+
+    def again() -> int:
+        assert forking.kept_names(models, lambda: times.append(0) or names) == names
+        return len(times)
+
+    assert [again(), again()] == [1, 1]
+    for number, file in enumerate((module, reader, models / "llama" / "new.py")):
+        file.write_text(f"{number} and more\n")
+        assert [again(), again()] == [number + 2] * 2
+    (kept,) = (tmp_path / "cache" / "m2flow" / "transformers").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-20])
+    assert [again(), again()] == [5, 5]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(module / "no folder"))
+    assert [again(), again()] == [6, 7]
+
+
+def test_a_second_server_loads_transformers_without_reading_its_models_and_it_lists_the_same(tmp_path):
+    program = (
+        "from pathlib import Path\n"
+        "from m2flow.micro.worker import fork_server\n"
+        "fork_server._load(('m2flow.engines.models.model_files',))\n"
+        "import transformers\n"
+        "from transformers.utils import import_utils as utils\n"
+        "from m2flow.engines.models.model_files import modules_of_models\n"
+        "print(utils.create_import_structure_from_path.cache_info().misses)\n"
+        "folder = Path(transformers.__file__).parent / 'models'\n"
+        "assert modules_of_models() == utils.define_import_structure(str(folder / '__init__.py'))\n"
+        "assert transformers.AutoConfig and transformers.LlamaConfig\n"
+    )
+
+    def folders_read() -> int:
+        variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        return int(subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, check=True).stdout)
+
+    assert folders_read() > 100
+    assert folders_read() < 10  # Of the packages of models that are loaded.
+
+
+def test_while_modules_are_loaded_a_frame_is_described_without_its_source():
+    frame = inspect.currentframe()
+    before = inspect.getframeinfo(frame)
+    with forking._brief_frames():
+        brief = inspect.getframeinfo(frame)
+        assert (brief.filename, brief.function, brief.code_context) == (before.filename, before.function, None)
+        assert inspect.getmodule(frame) is inspect.getmodule(inspect.unwrap(environment)) is sys.modules[__name__]
+    assert inspect.getframeinfo(frame).code_context
