@@ -80,9 +80,9 @@ from m2flow.planner.pools import (
     Passes,
     Pool,
     StageWork,
+    accepted,
     adds_adapters,
     fastest_order,
-    is_accepted,
     legal_layouts,
     offered,
     orders_of,
@@ -652,7 +652,7 @@ class ModelledCosts(Costs):
             return layouts
         offers, shape = self._offers["train"], self.shape(engine)
         options: Mapping[str, object] = {**self._spec.train.options, **self._told_order(engine)}
-        return [layout for layout in layouts if _is_as_told(layout, offers, options) and is_accepted(shape, layout, offers, options)]
+        return accepted(shape, (layout for layout in layouts if _is_as_told(layout, offers, options)), offers, options)
 
     @_memoised
     def _pin(self, engine: EngineId) -> PinSpec:

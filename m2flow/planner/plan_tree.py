@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +190,7 @@ class Seed:
 Counts = dict[EngineId, list[tuple[Option, int]]]
 """Engine -> options like its own, with the number of their devices."""
 
+_Num = TypeVar("_Num", int, IntArray)
 _HALVINGS = 8
 NEVER = 1e18
 """Seconds of what is impossible."""
@@ -205,35 +207,43 @@ def num_left(
     left = num
     for part, other in ((cut.first, cut.second), (cut.second, cut.first)):
         if engine in problem.graph.engines(part):
-            mine = num - _num_needed(problem, ways, counts, other) if how == SPLIT else num
+            mine = num - _needed(problem, ways, counts, other, max) if how == SPLIT else num
             left = min(left, num_left(problem, ways, counts, engine, mine, part))
-        elif _num_needed(problem, ways, counts, part) > num:
+        elif _needed(problem, ways, counts, part, max) > num:
             return -1
     return left
 
 
-def _num_needed(problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: Mapping[EngineId, int], calls: int) -> int:
+def _needed(
+    problem: Problem, ways: Mapping[int, tuple[Cut, int]], nums: Mapping[EngineId, _Num], calls: int, larger: Callable[[_Num, _Num], _Num]
+) -> _Num:
+    """Devices that one structure needs for some calls, of plans whose engines have so many."""
     if calls not in ways:
         (engine,) = problem.graph.engines(calls)
-        return counts[engine]
+        return nums[engine]
     cut, how = ways[calls]
-    parts = [_num_needed(problem, ways, counts, part) for part in (cut.first, cut.second)]
-    return sum(parts) if how == SPLIT else max(parts)
+    a, b = _needed(problem, ways, nums, cut.first, larger), _needed(problem, ways, nums, cut.second, larger)
+    return a + b if how == SPLIT else larger(a, b)
 
 
 def scaled_up(
     problem: Problem, ways: Mapping[int, tuple[Cut, int]], counts: Mapping[EngineId, int], units: Mapping[EngineId, int], size: int
-) -> dict[EngineId, int]:
-    """Device counts of which those of some engines, by their units, are as many times as large as `size` devices allow."""
-    low, high, found = 1.0, size / sum(counts[engine] for engine in units), dict(counts)
+) -> list[dict[EngineId, int]]:
+    """Device counts of which those of the 2, 3, ... smallest engines, by their units, are as many times larger as `size` devices allow."""
+    smallest = sorted(counts, key=counts.__getitem__)
+    most = np.arange(2, len(smallest) + 1)
+    low, high = np.ones(len(most)), size / np.cumsum([counts[engine] for engine in smallest])[1:]
+    found = {engine: np.full(len(most), num) for engine, num in counts.items()}
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        more = {**counts, **{engine: int(counts[engine] * middle) // unit * unit for engine, unit in units.items()}}
-        if _num_needed(problem, ways, more, problem.graph.everything) <= size:
-            low, found = middle, more
-        else:
-            high = middle
-    return found
+        more = {
+            engine: np.where(most > at, (counts[engine] * middle).astype(np.int64) // units[engine] * units[engine], counts[engine])
+            for at, engine in enumerate(smallest)
+        }
+        fits = _needed(problem, ways, more, problem.graph.everything, np.maximum) <= size
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+        found = {engine: np.where(fits, more[engine], nums) for engine, nums in found.items()}
+    return [{engine: int(nums[i]) for engine, nums in found.items()} for i in range(len(most))]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -725,15 +735,6 @@ class Pricer:
         self._met = {calls: [sync for sync in syncs if sync.meets(cut)] for calls, (cut, _) in ways.items()}
         self._slow = {calls: self._problem.slowdowns(cut) for calls, (cut, how) in ways.items() if how == SPLIT}
 
-    def need(self, nums: Mapping[EngineId, IntArray], calls: int = 0) -> IntArray:
-        """Devices that plans need of the pool of which the engines have so many."""
-        calls = calls or self._everything
-        if calls in self.leaves:
-            return nums[self.leaves[calls]]
-        cut, how = self._ways[calls]
-        a, b = self.need(nums, cut.first), self.need(nums, cut.second)
-        return a + b if how == SPLIT else np.maximum(a, b)
-
     def steps_s(self, rows: Mapping[EngineId, IntArray], chunks: Mapping[int, IntArray], known_s: float = np.inf) -> FloatArray:
         """Step times of plans, by the row of each engine's option and the index of each leaf's chunk size.
 
@@ -824,7 +825,7 @@ class Climb:
         self._book, self._like, self._budget = book, dict(like), budget or Budget()
         self._problem, self._pricer = book.problem, Pricer(book, ways)
         self._leaves, self._engines = self._pricer.leaves, tuple(like)
-        self._num_pairs = len(ways)
+        self._ways = ways
         self._sizes = dict(zip(self._problem.pools, self._problem.num_devices, strict=True))
         self._known: dict[tuple[EngineId, int], range] = {}
         stage = {calls: _stage_of(self._problem, calls) for calls in self._leaves}
@@ -851,7 +852,7 @@ class Climb:
             if best and self._budget.is_over():
                 break
             if states:
-                self._budget.spend(self._num_pairs * (len(states) + _EACH))
+                self._budget.spend(len(self._ways) * (len(states) + _EACH))
             fastest = int(steps_s.argmin()) if states else -1
             if states and steps_s[fastest] < (best[0] * (1 - 1e-6) if best else step_s):
                 best, finer = (float(steps_s[fastest]), states[fastest]), []
@@ -878,7 +879,7 @@ class Climb:
 
     def priced(self, states: list[State], known_s: float = np.inf) -> tuple[float, State] | None:
         """The fastest of these plans, if it is faster than known."""
-        self._budget.spend(self._num_pairs * (len(states) + _EACH))
+        self._budget.spend(len(self._ways) * (len(states) + _EACH))
         step_s, best = min(zip(self._steps_s(states, known_s).tolist(), range(len(states)), strict=True))
         return (step_s, states[best]) if step_s < known_s else None
 
@@ -898,7 +899,7 @@ class Climb:
         num, legal = len(self._engines), np.ones(every.shape[1], np.bool_)
         for pool, size in self._sizes.items():
             its = {engine: every[i] * (self._like[engine].pool == pool) for i, engine in enumerate(self._engines)}
-            legal &= self._pricer.need(its) <= size
+            legal &= _needed(self._problem, self._ways, its, self._problem.graph.everything, np.maximum) <= size
         found = np.flatnonzero(legal)
         for i, engine in enumerate(self._engines):
             there = self._book.spans(engine, self._like[engine], every[i].take(found))[1]
@@ -923,10 +924,11 @@ class Climb:
         nums, variants = [], []
         for engine in self._engines:
             like, num = options[engine]
-            num = num if self._rows(engine, num) else like.num_devices  # A pin may allow no other.
             rows = self._rows(engine, num)
             if not rows:
-                return None
+                num = like.num_devices  # A pin may allow no other.
+                if not (rows := self._rows(engine, num)):
+                    return None
             nums.append(num)
             variants.append(self._book.variant(engine, rows, like))
         return [*nums, *variants, *(nearest_of(self._book.chunks(calls), chunks[calls]) for calls in self._leaves)]

@@ -3,7 +3,7 @@
     devices.yaml, the user's own files --device_list--> DeviceList --find--> Device
     efficiencies.yaml, a spec's `costs:` file --attained_by--> Attained, what an engine makes of them
     ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, an optimiser step
-    ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts, those that its options allow: is_accepted
+    ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts, those that its options allow: accepted
     Layout, options of the engine --orders_of, fastest_order--> StageOrder --passes_of--> Passes, how its stages work
 
 Device files have one format. They are read in this order, a later one adding to and replacing entries of an earlier one: the built-in
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
@@ -585,26 +585,32 @@ def spreading(kind: EngineKind) -> list[str]:
     return sorted(name for name, can in layouts.items() if (can.tp, can.pp) != (1, 1) or max(can.zero) == 3)
 
 
-def is_accepted(shape: ModelShape, layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:
-    """Whether a trainer accepts a layout of a model.
+def accepted(shape: ModelShape, layouts: Iterable[Layout], offers: ParallelLayouts, options: Mapping[str, object]) -> list[Layout]:
+    """Those of some layouts of a model that a trainer accepts.
 
     Args:
         options: its own, from the cluster spec.
 
     >>> from m2flow.planner.model_shapes import shape_named
-    >>> [is_accepted(shape_named("Qwen2.5-7B"), Layout(tp=2, sp=sp), offered("deepspeed", "train"), {}) for sp in (1, 2)]
-    [True, False]
+    >>> layouts = [Layout(tp=2, sp=sp) for sp in (1, 2)]
+    >>> [layout.sp for layout in accepted(shape_named("Qwen2.5-7B"), layouts, offered("deepspeed", "train"), {})]
+    [1]
     """
     if refused_in_all(shape, offers):
-        return False
-    traits = _traits(shape, layout, options)
-    if any(traits.issuperset(those) for those in offers.excludes):
-        return False
-    if any(getattr(layout, degree, 1) > 1 and shape.family not in ("", *families) for degree, families in offers.families):
-        return False
-    spread, count = options.get("etp"), layout.tp * layout.num_sharing
-    is_even = not is_count(spread) or layout.ep == 1 or count % (int(str(spread)) * layout.ep) == 0
-    return is_even and _can_order(shape, layout, offers, options)
+        return []
+    always = _traits_of_all(shape, options)
+    excludes = [left for those in offers.excludes if (left := set(those) - always) <= _OF_LAYOUTS]
+    degrees = [degree for degree, families in offers.families if shape.family not in ("", *families)]
+    spread = int(str(given)) if is_count(given := options.get("etp")) else 0
+
+    def is_accepted(layout: Layout) -> bool:
+        traits = _traits(layout, options)
+        if any(those <= traits for those in excludes) or any(getattr(layout, degree, 1) > 1 for degree in degrees):
+            return False
+        is_even = not spread or layout.ep == 1 or layout.tp * layout.num_sharing % (spread * layout.ep) == 0
+        return is_even and _can_order(shape, layout, offers, options)
+
+    return list(filter(is_accepted, layouts))
 
 
 def refused_in_all(shape: ModelShape, offers: ParallelLayouts) -> str:
@@ -621,13 +627,27 @@ def refused_in_all(shape: ModelShape, offers: ParallelLayouts) -> str:
     return "a model with sliding windows" if shape.has_windows and ("windows",) in offers.excludes else ""
 
 
-def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) -> set[str]:
-    """The words of `ParallelLayouts.excludes` that are true of a layout."""
-    there = {name for name in ("tp", "pp", "sp", "ep") if getattr(layout, name) > 1}
-    there |= {name for name in ("offload", "recompute") if getattr(layout, name)}
-    there |= {f"{name}: {value}" for name, value in options.items()}
-    of_model = {
+_OF_LAYOUTS = {"tp", "pp", "sp", "ep", "offload", "recompute", "zero 0"}
+"""The words of `ParallelLayouts.excludes` that are true of some layouts."""
+
+
+def _traits(layout: Layout, options: Mapping[str, object]) -> set[str]:
+    """Those of `_OF_LAYOUTS` that are true of a layout."""
+    is_so = {
+        "tp": layout.tp > 1,
+        "pp": layout.pp > 1,
+        "sp": layout.sp > 1,
+        "ep": layout.ep > 1,
+        "offload": layout.offload,
+        "recompute": layout.recompute,
         "zero 0": layout.zero == 0 and (layout.num_sharing > 1 or "zero" in options),
+    }
+    return {name for name, so in is_so.items() if so}
+
+
+def _traits_of_all(shape: ModelShape, options: Mapping[str, object]) -> set[str]:
+    """The other words of `ParallelLayouts.excludes`, as far as they are true: of a model and of what a spec says."""
+    is_so = {
         "experts": shape.num_experts > 0,
         "latent": shape.latent > 0,
         "adapters": shape.adapter_parameters > 0,
@@ -635,7 +655,7 @@ def _traits(shape: ModelShape, layout: Layout, options: Mapping[str, object]) ->
         "half": options.get("compute_dtype", shape.dtype) != "float32",
         "rounded": options.get("compute_dtype", shape.dtype) != shape.dtype,
     }
-    return there | {name for name, is_so in of_model.items() if is_so}
+    return {f"{name}: {value}" for name, value in options.items()} | {name for name, so in is_so.items() if so}
 
 
 def _can_order(shape: ModelShape, layout: Layout, offers: ParallelLayouts, options: Mapping[str, object]) -> bool:

@@ -67,15 +67,7 @@ from m2flow.planner.plan_tree import (
     ways_in,
     ways_of,
 )
-from m2flow.planner.problem import (
-    Cut,
-    FloatArray,
-    IntArray,
-    Option,
-    Options,
-    Problem,
-    rigid_of,
-)
+from m2flow.planner.problem import Cut, FloatArray, IntArray, Option, Options, Problem, rigid_of
 from m2flow.planner.workload import (
     FREE,
     Draws,
@@ -730,23 +722,22 @@ class _Search:
                 near.append((priced[0], climb, priced[1]))
         return sorted(near, key=lambda one: one[0])
 
-    def _shared_out(self, ways: Mapping[int, tuple[Cut, int]], least: Counts, own: Counts | None = None) -> Iterator[Counts]:
-        """Yield devices for a structure: the least, or those of before, of which one engine has what the others leave, or several of the
-        smallest have it in proportion."""
+    def _shared_out(self, ways: Mapping[int, tuple[Cut, int]], least: Counts, own: Counts | None = None) -> list[Counts]:
+        """Devices for a structure: the least, or those of before, of which one engine has what the others leave, or several of the
+        smallest have it in proportion. Each is there once."""
         (size,) = self.problem.num_devices
+        found = dict[object, Counts]()
         mixed = ({**own, engine: least[engine]} for engine in own if least[engine] != own[engine]) if own else ()
         for base in (least, *([own] if own else []), *mixed):
             counts = {engine: options[0][1] for engine, options in base.items()}
             for engine, ((like, _), *_) in base.items():
-                free = num_left(self.problem, ways, counts, engine, size)
-                if free > 0:
-                    yield {**base, engine: [(like, free)]}
+                if (free := num_left(self.problem, ways, counts, engine, size)) > 0:
+                    one = {**base, engine: [(like, free)]}
+                    found.setdefault(frozenset((engine, tuple(options)) for engine, options in one.items()), one)
         units = {engine: options[0][0].layout.num_replica_devices for engine, options in least.items()}
         counts = {engine: options[0][1] for engine, options in least.items()}
-        smallest = sorted(counts, key=counts.__getitem__)
-        for num in range(2, len(smallest) + 1):
-            more = scaled_up(self.problem, ways, counts, {engine: units[engine] for engine in smallest[:num]}, size)
-            yield {engine: [(least[engine][0][0], count)] for engine, count in more.items()}
+        scaled = scaled_up(self.problem, ways, counts, units, size)
+        return [*found.values(), *({e: [(least[e][0][0], num)] for e, num in more.items()} for more in scaled)]
 
     def _chunks_in(self, leaves: Sequence[Leaf]) -> dict[int, int]:
         """Set of calls of each leaf -> its chunk size."""

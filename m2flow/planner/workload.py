@@ -859,6 +859,8 @@ class LentRollout:
     moves: FloatArray
     """Samples that are running then, and the tokens that these have generated."""
     moved_tokens: FloatArray
+    _lending: dict[int, tuple[FloatArray, FloatArray]] = field(default_factory=dict, repr=False)
+    """Cache of `lending`."""
 
     @classmethod
     def of(cls, draw: Draw, ways: Instances) -> LentRollout:
@@ -878,8 +880,17 @@ class LentRollout:
         moves = ((begins < at[:, None]) & is_left).sum(axis=1) * every
         return cls(draw, ways, given_back, at[-1] - at, tokens - done, moves, np.where(is_left, made, 0.0).sum(axis=1) * every)
 
+    @cached_property
+    def _whole_s(self) -> float:
+        return float(self.draw.seconds(self.ways)[0])
+
     def lending(self, num_lent: int) -> tuple[FloatArray, FloatArray]:
         """When so many instances are given back after each share of the samples, and when the rollout then ends, [shares] each."""
+        if num_lent not in self._lending:
+            self._lending[num_lent] = self._computed_lending(num_lent)
+        return self._lending[num_lent]
+
+    def _computed_lending(self, num_lent: int) -> tuple[FloatArray, FloatArray]:
         ways = self.ways
         num, slots, step_s, sample_s = (float(array[0]) for array in (ways.num, ways.slots, ways.step_s, ways.sample_s))
         own = num - num_lent
@@ -887,7 +898,7 @@ class LentRollout:
         moves = self.moves * num_lent / num
         prefix = float(self.draw.prompts.mean()) + self.moved_tokens * num_lent / num / np.maximum(moves, 1.0)
         moving = moves / own * (prefix * float(ways.prefill_token_s[0]) + float(ways.enter_leave_s[0]))
-        whole, alone = float(self.draw.seconds(ways)[0]), float(self.given_back_s[-1])
+        whole, alone = self._whole_s, float(self.given_back_s[-1])
         scale = whole / alone if alone else 1.0
         total = scale * (self.given_back_s + step_s * left + sample_s * self.left_tokens / own) + moving
         return self.given_back_s * scale, np.maximum(whole, total)

@@ -15,10 +15,10 @@ from m2flow.planner import search
 from m2flow.planner.breakdown import step_s
 from m2flow.planner.dynamic_program import TURNS, WORTH
 from m2flow.planner.explaining import explain
-from m2flow.planner.plan_tree import leaves_of, num_left, restructured, ways_in
+from m2flow.planner.plan_tree import leaves_of, num_left, restructured, scaled_up, ways_in
 from m2flow.planner.problem import Problem
 from m2flow.planner.search import advice_of, best_plan, find_plan, grid_of
-from m2flow.planner.workload import Draw, Instances
+from m2flow.planner.workload import Draw, Instances, LentRollout
 from m2flow.rollout_scheduling.decode_model import DecodeModel, k_longest_s
 from m2flow.rollout_scheduling.lengths import lognormal
 from m2flow.spec import LayoutSpec, PinSpec
@@ -219,3 +219,24 @@ def test_a_structure_is_changed_where_that_is_faster() -> None:
         left = num_left(problem, ways, counts, engine, 64)
         assert left >= num
         assert num_left(problem, ways, {**counts, engine: left}, engine, 64) == left
+
+
+def test_the_smallest_engines_of_a_structure_grow_together_until_its_devices_are_used() -> None:
+    problem = modelled(64, num_prompts=512)
+    ways = ways_in(best_plan(problem).node)
+    counts = {engine: 2 * (1 + at) for at, engine in enumerate(problem.workload.engines)}
+    units = dict.fromkeys(counts, 2)
+    grown = scaled_up(problem, ways, counts, units, 64)
+    assert len(grown) == len(counts) - 1
+    for num, one in enumerate(grown, 2):
+        smallest = sorted(counts, key=counts.__getitem__)[:num]
+        assert {engine for engine in counts if one[engine] != counts[engine]} <= set(smallest)
+        assert all(0 <= num_left(problem, ways, one, engine, 64) - one[engine] <= 64 - counts[engine] for engine in counts)
+        assert any(one[engine] > counts[engine] for engine in smallest)
+
+
+def test_what_is_lent_is_priced_once_for_each_number_of_instances() -> None:
+    draw = Draw(np.array([[10, 20], [40, 30]]), np.array([5, 5]))
+    rollout = LentRollout.of(draw, Instances(*(np.array([value]) for value in (1.0, 0.1, 0.0, 8.0, 4.0, 0.0, 0.0, 0.0))))
+    assert rollout.lending(1) is rollout.lending(1)
+    assert (rollout.lending(3)[1] >= rollout.lending(1)[1]).all()
