@@ -301,8 +301,8 @@ class Simulator(Role):
         vector = self._fresh(at.lane)
         vector.restore(record)
         piece = _Piece(vector, [vector.observations])
-        for each in actions:
-            piece.act(each)
+        for each in range(at.num_acted):
+            piece.act(actions[each])
         if at.num_acted:
             vector.check(arrays["now"])
         return piece

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -218,12 +219,12 @@ class Track(Env):
 
 
 @flow
-def on_track(num_steps: int = 12, num_lanes: int = 4) -> None:
+def on_track(num_steps: int = 12, num_lanes: int = 4, horizon: int = 16) -> None:
     learner = ActorCritic(Track, optimizer=AdamW(1e-2), hidden=(16,), epochs=4)
     simulator = Simulator(Track, count=2, seed=1, hidden=(16,))
     learned, played = learner.start(), simulator.start(lanes(num_lanes))
     for _ in steps(num_steps):
-        played = simulator.play(played, learned, horizon=16)
+        played = simulator.play(played, learned, horizon=horizon)
         learned = learner.learn(learned, played)
         log(episode_return=episode_return(played))
 
@@ -242,25 +243,32 @@ def test_lanes_are_played_in_as_many_workers_as_there_are_with_the_same_result(n
 
 
 @flow
-def on_track_by_roles(num_steps: int = 12, num_lanes: int = 4) -> None:
+def on_track_by_roles(num_steps: int = 12, num_lanes: int = 4, horizon: int = 16) -> None:
     learner = ActorCritic(Track, optimizer=AdamW(1e-2), hidden=(16,), epochs=4)
     simulator, actor = Simulator(Track, count=2, seed=1), Actor(Track, hidden=(16,))
     learned, played = learner.start(), simulator.start(lanes(num_lanes))
     for _ in steps(num_steps):
-        for _ in range(16):
+        for _ in range(horizon):
             played = simulator.step(played, actor.act(played, learned))
         played = simulator.collect(played)
         learned = learner.learn(learned, played)
         log(episode_return=episode_return(played))
 
 
-@pytest.mark.parametrize(("num_workers", "num_losses"), [(1, 0), (3, 0), (3, 2)])
-def test_an_actor_and_a_simulator_as_two_roles_play_what_the_simulator_plays_alone(num_workers: int, num_losses: int) -> None:
-    options, alone = {"num_steps": 3}, run_eager(on_track, {"num_steps": 3}, SPLIT)
-    eager = run_eager(on_track_by_roles, options, SPLIT)
+@pytest.mark.parametrize(
+    ("num_workers", "roles", "num_losses"),
+    [(1, {}, 0), (3, {}, 2), (1, {"actor": 1, "simulator": 2}, 0), (1, {"actor": 2, "simulator": 2, "actorcritic": 1}, 2)],
+)
+def test_an_actor_and_a_simulator_as_two_roles_play_what_the_simulator_plays_alone(
+    num_workers: int, roles: dict[str, int], num_losses: int
+) -> None:
+    options = {"num_steps": 3, "num_lanes": 3, "horizon": 5}
+    alone, eager = run_eager(on_track, options, SPLIT), run_eager(on_track_by_roles, options, SPLIT)
     assert eager.error == "", eager.error
     assert eager.logs == alone.logs
-    assert run_planned(on_track_by_roles, options, _with_workers(num_workers), order_seed=num_workers, num_losses=num_losses) == eager
+    assert not math.isnan(float(str(eager.logs[-1][2])))
+    spec = SPLIT.model_copy(update={"functions": FunctionSpec(workers=num_workers, roles=roles)})
+    assert run_planned(on_track_by_roles, options, spec, order_seed=num_workers, num_losses=num_losses) == eager
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
@@ -351,6 +359,15 @@ def test_planned_and_eager_runs_of_the_flow_agree_to_the_bit() -> None:
         assert eager.error == "", eager.error
         assert [name for _, name, _ in eager.logs] == ["episode_return"] * 3
         assert run_planned(flow, options, _with_workers(2), order_seed=2) == eager
+
+
+def test_the_pipelined_flow_logs_what_the_other_one_does() -> None:
+    pytest.importorskip("gymnasium")
+    options = {"num_steps": 2, "num_lanes": 2, "count": 2, "horizon": 24}
+    whole, by_roles = (run_eager(load_flow(str(ROOT / "flows" / name)), options, SPLIT) for name in ("gym_ppo.py", "gym_pipelined.py"))
+    assert by_roles.error == "", by_roles.error
+    assert by_roles.logs == whole.logs
+    assert not math.isnan(float(str(whole.logs[-1][2])))
 
 
 def test_play_goes_on_the_same_in_a_worker_that_has_the_environments_and_in_one_that_has_not() -> None:
