@@ -150,8 +150,8 @@ def _others(found: Mapping[int, Choice], best: int) -> list[Loser]:
 
 # ---- flows that have functions alone
 
-_MOST_SIMULATED = 400
-"""Numbers of processes of several roles that are simulated; of more, those that differ by factors."""
+_MOST_SIMULATED, _FEW_SIMULATED = 60_000, 40
+"""Rows of calls in all simulated steps of a kind of layout, and layouts that are simulated in any case; of more, some are left out."""
 _LITTLE = 0.05
 """A share of a step's work for which no role gets processes of its own unasked."""
 
@@ -208,13 +208,16 @@ def _layouts(workload: Workload, own: Mapping[str, int | str], shared: int | str
     for call in workload.calls:
         role = base_of(call.name) if base_of(call.name) in own else "*"
         units[role] = max(units[role], num_units(call))
+    enough = max(_FEW_SIMULATED, _MOST_SIMULATED // sum(map(num_units, workload.calls)))
+    is_exact = bool(own) or most <= enough
     tried: dict[str, list[int]] = {}
     for role, num in given.items():
         # Of a role's own, more help only where the busiest one then has a row fewer.
-        every = {-(-units[role] // each) for each in range(1, units[role] + 1)} if own else range(1, most + 1)
+        few = {-(-units[role] // each) for each in range(1, units[role] + 1)}
+        every = few if own or not is_exact else range(1, most + 1)
         tried[role] = [num] if isinstance(num, int) else sorted({1, *(one for one in every if one <= most)})
-    is_exact = math.prod(map(len, tried.values())) <= _MOST_SIMULATED
-    while math.prod(map(len, tried.values())) > _MOST_SIMULATED:
+    is_exact = is_exact and math.prod(map(len, tried.values())) <= enough
+    while math.prod(map(len, tried.values())) > enough:
         role = max(tried, key=lambda role: len(tried[role]))
         tried[role] = [*tried[role][:-1:2], tried[role][-1]]
     least = sum(min(nums) for nums in tried.values())
