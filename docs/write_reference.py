@@ -77,7 +77,7 @@ ENVIRONMENTS = {
     turns: ["play", "TurnEnv", "play_by_turns", "PettingZoo"],
     openenv: ["OpenEnv"],
     verifiers_envs: ["verifiers_rows", "verifiers_agent"],
-    actor_critic: ["Simulator", "ActorCritic", "episode_return"],
+    actor_critic: ["Simulator", "Actor", "ActorCritic", "episode_return"],
 }
 _SECTIONS = ("Args", "Returns", "Raises", "Yields", "Source", "Attributes", "Limits")
 

@@ -125,6 +125,10 @@ class FunctionSpec(_Strict):
 
     workers: Annotated[int, Field(ge=1, le=_MOST_PROCESSES)] | Literal["auto"] = 1
     """Processes. `auto`: as many as the search of `placement: auto` (or of pools) predicts to be fastest, at most one for each core."""
+    roles: dict[str, Annotated[int, Field(ge=1, le=_MOST_PROCESSES)] | Literal["auto"]] = {}
+    """Processes of its own for a role, a reward or an op, by its name: `{actor: 1, simulator: 4}`; all others share `workers`. A task of
+    theirs has at most half of a process's share of the rows, so that some are stepped while others are inferred. `auto`: searched, in a
+    flow without models; `workers: auto` alone also tries processes of their own for all roles."""
     chunk: int = Field(default=64, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task."""
     concurrency: int = Field(default=1, ge=1, le=_MOST_PROCESSES)
@@ -137,8 +141,22 @@ class FunctionSpec(_Strict):
 
     @property
     def num_workers(self) -> int:
-        """Processes, as far as no search has chosen their number."""
+        """Processes that all share, as far as no search has chosen their number."""
         return 1 if self.workers == "auto" else self.workers
+
+    @property
+    def num_own(self) -> dict[str, int]:
+        """Processes by the role whose own they are, as far as no search has chosen their number."""
+        return {role: 1 if num == "auto" else num for role, num in self.roles.items()}
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether a search chooses some number of processes."""
+        return "auto" in (self.workers, *self.roles.values())
+
+    def num_for(self, call: str) -> int:
+        """Processes that run a call, by its name."""
+        return self.num_own.get(call.partition(".")[0], self.num_workers)
 
 
 class ChannelSpec(_Strict):
@@ -393,9 +411,10 @@ class ClusterSpec(_Strict):
             )
         if self.rollout.scale == "auto" and not self.rollout.spare:
             _contradiction(("rollout", "scale"), "nobody is spare, so nobody can join; say `spare: 2`, or leave it out")
-        if self.functions.workers == "auto" and not (self.pools or self.placement == "auto"):
+        if self.functions.is_searched and not (self.pools or self.placement == "auto"):
             _contradiction(("functions", "workers"), "a search chooses their number; say `placement: auto` too, or give a number")
-        num_rollouts, num_functions = self.rollout.workers + self.rollout.spare, self.functions.num_workers
+        num_functions = self.functions.num_workers + sum(self.functions.num_own.values())
+        num_rollouts = self.rollout.workers + self.rollout.spare
         if num_rollouts * num_functions > _MOST_ROUTES:
             what = f"{num_functions} with {num_rollouts} rollout workers make more than {_MOST_ROUTES:,} channels, one for each pair"
             _contradiction(("functions", "workers"), what)

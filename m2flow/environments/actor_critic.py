@@ -1,4 +1,4 @@
-"""Small actors and critics that learn in Gymnasium's environments: the roles `Simulator` and `ActorCritic` of a flow.
+"""Small actors and critics that learn in Gymnasium's environments: the roles `Simulator`, `Actor` and `ActorCritic` of a flow.
 
     simulator, learner = Simulator("CartPole-v1", count=8), ActorCritic("CartPole-v1")
     learned, played = learner.start(), simulator.start(lanes(2))  # two lanes of eight environments
@@ -11,8 +11,16 @@ A lane is a row: environments that are stepped one after the other, by an actor 
 the workers for functions, which play side by side. Seeds, random numbers and batches are the lane's, so the number of workers, and which
 of them has a lane, changes no result.
 
+`play` acts where the environments are, with the least to send: best for networks that take less time than a message. `Actor` is a role of
+its own, so that the plan places it apart, and lanes are acted for while others are stepped. The piece is the same, bit by bit:
+
+    for _ in range(64):
+        played = simulator.step(played, actor.act(played, learned))
+    played = simulator.collect(played)
+
 What a call gives is text that holds everything that the next one needs: the state of the environments, the weights and the optimiser's.
-So no call has an effect: it may run anywhere, be run again, and is answered from the ledger when a run resumes. Lanes go to the worker that
+So no call has an effect: it may run anywhere, be run again, and is answered from the ledger when a run resumes. Of a piece under way that
+is what the environments were at its beginning, and the actions since. Lanes go to the worker that
 played them before, as rows of a role's calls do (`m2flow.micro.scheduler.dispatch`), and it goes on with the environments that it has;
 another acts their running episodes again, and compares what they show. Networks are an MLP for numbers and a small CNN for pictures, with
 a categorical or a Gaussian head; losses and advantages are those of `m2flow.algorithms`.
@@ -26,14 +34,16 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from m2flow.algorithms.gae import gae
-from m2flow.environments.env import Array, Env, Spaces, Vector, made
+from m2flow.environments.env import Array, Env, Spaces, Vector, VectorStep, made
+from m2flow.errors import EngineError, OptionError
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.handles import Rows
 from m2flow.macro.ops import Role, call, op
@@ -55,13 +65,13 @@ def pack(arrays: Mapping[str, Array], **texts: str) -> str:
     return json.dumps({**packed, **texts})
 
 
-def unpack(text: str) -> tuple[dict[str, Array], dict[str, str]]:
-    """What `pack` was given."""
+def unpack(text: str, *, without: Collection[str] = ()) -> tuple[dict[str, Array], dict[str, str]]:
+    """What `pack` was given, without the arrays of some names."""
     packed = json.loads(text)
     arrays = {
         name: np.frombuffer(base64.b64decode(each[2]), each[0]).reshape(each[1]).copy()
         for name, each in packed.items()
-        if isinstance(each, list)
+        if isinstance(each, list) and name not in without
     }
     return arrays, {name: each for name, each in packed.items() if isinstance(each, str)}
 
@@ -121,11 +131,10 @@ def as_input(observations: Array, spaces: Spaces) -> Tensor:
     return tensor.permute(0, 3, 1, 2) / 255 if spaces.is_picture else tensor
 
 
-def _logprobs(model: nn.ModuleDict, seen: Tensor, actions: Tensor, spaces: Spaces) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] of actions, and the entropy [N] of what they were drawn from."""
+def _logprobs(model: nn.ModuleDict, out: Tensor, actions: Tensor, spaces: Spaces) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [N] of actions under what the actor made of observations, and the entropy [N] of what they were drawn from."""
     import torch
 
-    out = model["actor"](seen)
     if spaces.num_actions:
         every = torch.log_softmax(out, -1)
         return every.gather(1, actions.long()[:, None])[:, 0], -(every.exp() * every).sum(-1)
@@ -133,16 +142,26 @@ def _logprobs(model: nn.ModuleDict, seen: Tensor, actions: Tensor, spaces: Space
     return drawn.log_prob(actions).sum(-1), drawn.entropy().sum(-1)
 
 
-def _draw(model: nn.ModuleDict, seen: Tensor, spaces: Spaces, rng: np.random.Generator) -> Array:
+class Acted(NamedTuple):
+    """What an actor chose for the environments of a lane."""
+
+    actions: Array
+    logprobs: npt.NDArray[np.float32]
+
+
+def _act(model: nn.ModuleDict, seen: Array, spaces: Spaces, rng: np.random.Generator) -> Acted:
     """Draw an action for each observation, with this generator's numbers."""
-    out = model["actor"](seen)
-    if spaces.num_actions:
-        shares = out.double().softmax(-1).cumsum(-1).numpy()
-        chosen: Array = np.minimum((rng.random((len(shares), 1)) >= shares).sum(-1), spaces.num_actions - 1)
-        return chosen
-    spread = next(model["spread"].parameters()).exp().numpy()
-    drawn: Array = (out.numpy() + spread * rng.standard_normal(out.shape)).astype(np.float32)
-    return drawn
+    import torch
+
+    with torch.no_grad():
+        out = model["actor"](as_input(seen, spaces))
+        if spaces.num_actions:
+            shares = out.double().softmax(-1).cumsum(-1).numpy()
+            actions: Array = np.minimum((rng.random((len(shares), 1)) >= shares).sum(-1), spaces.num_actions - 1)
+        else:
+            spread = next(model["spread"].parameters()).exp().numpy()
+            actions = (out.numpy() + spread * rng.standard_normal(out.shape)).astype(np.float32)
+        return Acted(actions, _logprobs(model, out, torch.from_numpy(actions), spaces)[0].numpy())
 
 
 def _load(model: nn.ModuleDict, arrays: Mapping[str, Array]) -> None:
@@ -173,6 +192,73 @@ def lanes(num: int) -> Rows:
     return Dataset([{"prompt": "", "lane": number} for number in range(num)], name="lanes", shuffle=False).all()
 
 
+class _Networks:
+    """The networks with the weights of a learner's text, kept until others are asked for."""
+
+    def __init__(self, hidden: tuple[int, ...]) -> None:
+        self._hidden = hidden
+        self._kept: tuple[str, nn.ModuleDict] | None = None
+
+    def of(self, learned: str, spaces: Spaces) -> nn.ModuleDict:
+        if self._kept is None or self._kept[0] != learned:
+            model = build(spaces, self._hidden, None)
+            _load(model, unpack(learned)[0])
+            self._kept = learned, model
+        return self._kept[1]
+
+
+class _At(NamedTuple):
+    """What each text of a lane has of where the lane is."""
+
+    lane: int
+    key: npt.NDArray[np.uint64]
+    """[2], of the lane's random numbers."""
+    num_steps: int
+    """Steps of each environment before this piece."""
+    num_acted: int
+    """Steps of it so far."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> _At:
+        if "key" not in arrays:
+            raise EngineError(
+                "a lane was played by an earlier version of m2flow, and its random numbers can't be gone on with",
+                now="Begin the run anew, or resume it with the version that began it.",
+            )
+        num_acted = 0 if "seen" in arrays else len(arrays.get("actions", ()))
+        return cls(int(arrays["lane"][0]), arrays["key"], int(arrays["num_steps"][0]), num_acted)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of the next step: each step has 2^64 blocks of its own of the lane's.
+
+        Source:
+            Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": a generator whose numbers are a function of key and place.
+        """
+        place = np.array([0, self.num_steps + self.num_acted, 0, 0], np.uint64)
+        return np.random.Generator(np.random.Philox(key=self.key, counter=place))
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A piece of a lane's play under way."""
+
+    vector: Vector
+    seen: list[Array]
+    steps: list[VectorStep] = field(default_factory=list)
+    digest: str = ""
+    """Of what a text says of where it is."""
+
+    def act(self, actions: Array) -> None:
+        self.steps.append(self.vector.step(actions))
+        self.seen.append(self.vector.observations)
+
+
+_OF_LANE = ("lane", "key", "num_steps", "running", "returns")
+"""The arrays of a lane's texts that are not of single steps."""
+_OF_STEPS = ("rewards", "terminated", "truncated", "is_real")
+
+
 @final
 class Simulator(Role):
     """Lanes of environments of one task. Those of a lane are stepped one after the other, by an actor that sees them as one batch.
@@ -180,83 +266,121 @@ class Simulator(Role):
     Args:
         task: the name of an environment of Gymnasium, or what makes an `Env` that has `spaces`.
         count: environments of each lane. seed: of their episodes.
-        hidden: of the actor, as of the `ActorCritic` that learns.
+        hidden: of the actor, as of the `ActorCritic` that learns; only `play` needs it.
     """
 
     def __init__(self, task: str | Callable[[], Env], count: int = 8, seed: int = 0, hidden: tuple[int, ...] = (64, 64)) -> None:
         check_count("count", count)
-        self._task, self._count, self._seed, self._hidden = task, count, seed, tuple(hidden)
-        self._alive: dict[int, tuple[str, Vector]] = {}
-        """Lane -> the digest of its record, and its environments."""
-        self._actors: dict[str, nn.ModuleDict] = {}
-        """The last weights that were played with, as text, and the networks that have them."""
+        self._task, self._count, self._seed = task, count, seed
+        self._alive: dict[int, _Piece] = {}
+        """Lane -> its environments."""
+        self._networks = _Networks(tuple(hidden))
 
     def _fresh(self, lane: int) -> Vector:
         return Vector(lambda: made(self._task)[0], self._count, self._seed, first=lane * self._count)
 
     @call(granularity="sample")
-    def start(self, lane: Sample) -> str:
+    def start(self, lane: Sample, rng: np.random.Generator) -> str:
         """The environments of a lane at their first observations."""
         number = int(str(lane["lane"]))
         vector = self._fresh(number)
         record = vector.record()
-        self._alive[number] = _digest(record), vector
-        return pack({"lane": np.array([number]), "running": np.zeros(self._count), "returns": np.zeros(0)}, world=record)
+        self._alive[number] = _Piece(vector, [vector.observations], digest=_digest(record))
+        key = rng.integers(0, 2**64, 2, np.uint64)
+        arrays = {"lane": np.array([number]), "key": key, "num_steps": np.zeros(1, np.int64), "now": vector.observations}
+        return pack({**arrays, "running": np.zeros(self._count), "returns": np.zeros(0)}, world=record)
 
-    def _going_on(self, lane: int, record: str) -> Vector:
-        """The environments of a record: those that are at hand, or others that have acted the same."""
-        digest, vector = self._alive.pop(lane, ("", None))
-        if vector is not None and digest == _digest(record):
-            return vector
-        if vector is not None:
-            vector.close()
-        found = self._fresh(lane)
-        found.restore(record)
-        return found
+    def _going_on(self, at: _At, arrays: Mapping[str, Array], record: str) -> _Piece:
+        """The environments where a text says: those that are at hand, or others that have acted the same."""
+        actions = arrays["actions"] if at.num_acted else np.zeros(0)
+        piece = self._alive.pop(at.lane, None)
+        if piece is not None and piece.digest == _digest(record, actions):
+            return piece
+        if piece is not None:
+            piece.vector.close()
+        vector = self._fresh(at.lane)
+        vector.restore(record)
+        piece = _Piece(vector, [vector.observations])
+        for each in range(at.num_acted):
+            piece.act(actions[each])
+        if at.num_acted:
+            vector.check(arrays["now"])
+        return piece
 
-    def _actor(self, learned: str, spaces: Spaces) -> nn.ModuleDict:
-        """The networks with the weights of `learned`, which all lanes play with."""
-        model = self._actors.get(learned)
-        if model is None:
-            model = build(spaces, self._hidden, None)
-            _load(model, unpack(learned)[0])
-            self._actors.clear()
-            self._actors[learned] = model
-        return model
+    def _collected(self, at: _At, before: Mapping[str, Array], piece: _Piece, acted: Sequence[Acted] | Acted) -> str:
+        """A piece that ends here, as text."""
+        running, returns = before["running"], before["returns"].tolist()
+        for step in piece.steps:
+            running = running + step.rewards
+            ended = step.terminated | step.truncated
+            returns += running[ended].tolist()
+            running = np.where(ended, 0.0, running)
+        actions, logprobs = acted if isinstance(acted, Acted) else map(np.stack, zip(*acted, strict=True))
+        arrays = {"seen": np.stack(piece.seen), "actions": actions, "logprobs": logprobs}
+        arrays |= {name: np.stack([getattr(step, name) for step in piece.steps]) for name in _OF_STEPS}
+        own = {"lane": before["lane"], "key": at.key, "num_steps": np.array([at.num_steps + len(piece.steps)])}
+        own |= {"running": running, "returns": np.array(returns[-self._count :])}
+        record = piece.vector.record()
+        self._alive[at.lane] = _Piece(piece.vector, [piece.vector.observations], digest=_digest(record))
+        return pack({**own, **arrays}, world=record)
 
     @call(granularity="sample")
     @_one_thread()
-    def play(self, past: str, learned: str, horizon: int, rng: np.random.Generator) -> str:
+    def play(self, past: str, learned: str, horizon: int) -> str:
         """Act `horizon` steps in each environment of a lane, from where `past` left them, with the actor of `learned`."""
-        import torch
-
         before, texts = unpack(past)
-        lane = int(before["lane"][0])
-        vector = self._going_on(lane, texts[_WORLD])
-        spaces = vector.envs[0].spaces
+        at = _At.of(before)
+        piece = self._going_on(at, before, texts[_WORLD])
+        spaces = piece.vector.envs[0].spaces
         assert spaces is not None
-        model = self._actor(learned, spaces)
-        seen, actions, steps = [vector.observations], [], []
-        running, returns = before["running"], before["returns"].tolist()
-        with torch.no_grad():
-            for _ in range(horizon):
-                chosen = _draw(model, as_input(vector.observations, spaces), spaces, rng)
-                step = vector.step(chosen)
-                running = running + step.rewards
-                ended = step.terminated | step.truncated
-                returns += running[ended].tolist()
-                running = np.where(ended, 0.0, running)
-                seen.append(step.observations)
-                actions.append(chosen)
-                steps.append(step)
-            flat = as_input(np.concatenate(seen[:-1]), spaces)
-            drawn = torch.from_numpy(np.concatenate(actions))
-            logprobs = _logprobs(model, flat, drawn, spaces)[0].numpy().reshape(horizon, -1)
-        record = vector.record()
-        self._alive[lane] = _digest(record), vector
-        arrays: dict[str, Array] = {"seen": np.stack(seen), "actions": np.stack(actions), "logprobs": logprobs}
-        arrays |= {name: np.stack([getattr(step, name) for step in steps]) for name in ("rewards", "terminated", "truncated", "is_real")}
-        return pack({**arrays, "lane": before["lane"], "running": running, "returns": np.array(returns[-self._count :])}, world=record)
+        model, acted = self._networks.of(learned, spaces), _acted(before) if at.num_acted else []
+        for _ in range(horizon):
+            acted.append(_act(model, piece.vector.observations, spaces, at._replace(num_acted=len(acted)).rng))
+            piece.act(acted[-1].actions)
+        return self._collected(at, before, piece, acted)
+
+    @call(granularity="sample")
+    def step(self, seen: str, acted: str) -> str:
+        """Step the environments of a lane by the actions that an `Actor` chose for what `seen` shows. The piece goes on."""
+        before, texts = unpack(seen, without=_OF_STEPS)
+        at = _At.of(before)
+        piece = self._going_on(at, before, texts[_WORLD])
+        chosen = Acted(**unpack(acted)[0])
+        piece.act(chosen.actions)
+        arrays = {name: np.stack([*(before[name] if at.num_acted else ()), now]) for name, now in chosen._asdict().items()}
+        piece.digest = _digest(texts[_WORLD], arrays["actions"])
+        self._alive[at.lane] = piece
+        return pack({**{name: before[name] for name in _OF_LANE}, **arrays, "now": piece.vector.observations}, **texts)
+
+    @call(granularity="sample")
+    def collect(self, seen: str) -> str:
+        """End the piece of a lane: what `play` gives, of the steps since the last one ended."""
+        before, texts = unpack(seen)
+        at = _At.of(before)
+        if not at.num_acted:
+            raise OptionError(f"lane {at.lane} has made no step since its last piece ended", now="Call step before collect.")
+        return self._collected(at, before, self._going_on(at, before, texts[_WORLD]), Acted(before["actions"], before["logprobs"]))
+
+
+@final
+class Actor(Role):
+    """Acts for lanes of environments that a `Simulator` steps, with the weights of an `ActorCritic`, whose `task` and `hidden` it has.
+
+    Values are the learner's to say: it has the observations of a whole piece, and needs no message for each step.
+    """
+
+    def __init__(self, task: str | Callable[[], Env], hidden: tuple[int, ...] = (64, 64)) -> None:
+        env, self._spaces = made(task)
+        env.close()
+        self._networks = _Networks(tuple(hidden))
+
+    @call(granularity="sample")
+    @_one_thread()
+    def act(self, seen: str, learned: str) -> str:
+        """Choose an action for each environment of a lane, as one batch. Returns actions and their log-probabilities."""
+        arrays = unpack(seen, without=("logprobs", *_OF_STEPS))[0]
+        now = arrays["seen"][-1] if "seen" in arrays else arrays["now"]
+        return pack(_act(self._networks.of(learned, self._spaces), now, self._spaces, _At.of(arrays).rng)._asdict())
 
 
 @final
@@ -361,7 +485,7 @@ class ActorCritic(Role):
     def _loss(self, model: nn.ModuleDict, part: Mapping[str, Tensor]) -> Tensor:
         from m2flow.algorithms.losses import clipped_value, ppo_clip
 
-        logprobs, entropy = _logprobs(model, part["seen"], part["actions"], self._spaces)
+        logprobs, entropy = _logprobs(model, model["actor"](part["seen"]), part["actions"], self._spaces)
         terms, _ = ppo_clip(
             logprobs=logprobs,
             behaviour_logprobs=part["behaviour_logprobs"],
@@ -406,8 +530,7 @@ def piece_advantages(
 def beside_each_other(played: Sequence[str]) -> dict[str, Array]:
     """What lanes played, as one piece with the environments of all."""
     pieces = [unpack(one)[0] for one in played]
-    of_lane = {"lane", "running", "returns"}
-    return {name: np.concatenate([piece[name] for piece in pieces], axis=0 if name in of_lane else 1) for name in pieces[0]}
+    return {name: np.concatenate([piece[name] for piece in pieces], axis=0 if name in _OF_LANE else 1) for name in pieces[0]}
 
 
 @op(granularity="batch")
@@ -417,5 +540,13 @@ def episode_return(played: Sequence[str]) -> float:
     return float(returns.mean()) if len(returns) else float("nan")
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _acted(arrays: Mapping[str, Array]) -> list[Acted]:
+    """What was chosen in a piece so far, step by step."""
+    return [Acted(*each) for each in zip(arrays["actions"], arrays["logprobs"], strict=True)]
+
+
+def _digest(record: str, actions: Array | None = None) -> str:
+    found = hashlib.sha256(record.encode())
+    if actions is not None and len(actions):
+        found.update(np.ascontiguousarray(actions).tobytes())
+    return found.hexdigest()

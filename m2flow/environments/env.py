@@ -235,15 +235,22 @@ class Vector:
             seen = np.asarray(env.reset(self._seed_of(i, past["number"])))
             for action in past["actions"]:
                 seen = np.asarray(env.step(action).observation)
-            if _hash(seen) != past["shows"]:
-                raise EngineError(
-                    f"environment {self._first + i} shows something else after the same {len(past['actions'])} actions "
-                    f"of its episode {past['number']}",
-                    now="It must be a function of its seed and actions: look for a clock, a random generator of its own, another version.",
-                )
+            self._check(i, seen, past["shows"], past["number"], len(past["actions"]))
             self._episodes[i] = _Episode(past["number"], list(past["actions"]), past["has_ended"])
             observations.append(seen)
         self.observations = np.stack(observations)
+
+    def check(self, observations: Array) -> None:
+        """Compare what is shown with what was shown before after the same actions. Raises `EngineError`, as `restore`."""
+        for i, (seen, past, episode) in enumerate(zip(self.observations, observations, self._episodes, strict=True)):
+            self._check(i, seen, _hash(past), episode.number, len(episode.actions))
+
+    def _check(self, position: int, seen: Array, shows: str, number: int, num_actions: int) -> None:
+        if _hash(seen) != shows:
+            raise EngineError(
+                f"environment {self._first + position} shows something else after the same {num_actions} actions of its episode {number}",
+                now="It must be a function of its seed and actions: look for a clock, a random generator of its own, another version.",
+            )
 
     def close(self) -> None:
         for env in self.envs:

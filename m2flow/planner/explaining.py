@@ -42,7 +42,8 @@ def explain(choice: Choice, *, has_terms: bool = False, details: str | None = No
     lines += in_columns([_placement_row(placement) for placement in choice.placements])
     if choice.num_function_workers:
         num = choice.num_function_workers
-        lines.append(f"  functions: {num} process{'es' if num > 1 else ''}, as many as are fastest")
+        own = "".join(f", {own} of {role} alone" for role, own in (choice.num_own_workers or {}).items())
+        lines.append(f"  functions: {num} process{'es' if num > 1 else ''}{own}, as many as are fastest")
     lines += held_lines(choice, is_full=details == "full")
     lines += ["", *step_lines(choice), *work_lines(choice)]
     lines += ["", *cache_lines(choice), *memory_lines(choice)] if details == "full" else []

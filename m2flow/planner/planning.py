@@ -8,12 +8,11 @@
 says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` applies.
 
 With `functions: {workers: auto}` the search also chooses the number of processes for functions, simulators among them: the fewest within 1%
-of the fastest. Of n processes, the busiest has ceil(units/n) of a call's units, and
-
-    step >= the longest chain of calls, work / n
-
-A flow without models is planned by these two alone. Limit: what functions and engines take from each other on one machine's cores is in no
-prediction, and the steps of a flow whose calls use results of the step before (`--behind`) may overlap more than is predicted.
+of the fastest. A flow without models is planned by this alone, and by which roles have processes of their own: each candidate's step is
+simulated (`_Schedule`), row by row, as the scheduler would hand the rows out. So a simulator that steps some lanes while an actor infers
+for others is predicted to take the longer of both, not their sum. Limits: lanes that stay with their process drift from step to step, so
+that processes which all share may be some percent slower or faster in the run; what functions and engines take from each other on one
+machine's cores is in no prediction; and the steps of a flow whose calls use results of the step before (`--behind`) may overlap more.
 
 A plan by rule (`split`, `time-shared`) or from a file runs as it is; `forecast` only predicts its time, with the costs of a profile or of
 the hardware model. Limits: chunk sizes are the search's, and contention of processes without a lease on each other's devices is unknown.
@@ -22,13 +21,15 @@ the hardware model. Limits: chunk sizes are the search's, and contention of proc
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import msgspec
 import numpy as np
@@ -38,7 +39,7 @@ from m2flow.errors import EngineError, M2FlowError, PlanError, SpecError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import check_pins
-from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, Costs, EpisodeCosts, EpisodeTurn
+from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, Costs, EpisodeCosts, EpisodeTurn, FunctionCost
 from m2flow.micro.protocol.plan import Bound, Choice, Loser, Plan, TimeTerm, WorkerPlan
 from m2flow.micro.records.ledger import lengths_of_run
 from m2flow.planner.cost_model import ModelledCosts, shapes_of
@@ -47,7 +48,15 @@ from m2flow.planner.pools import offered, refused_in_all
 from m2flow.planner.problem import options_of
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.search import find_plan
-from m2flow.planner.workload import Away, Workload, busiest_s, extents_of, num_units, workload_of
+from m2flow.planner.workload import (
+    Away,
+    CallLoad,
+    Workload,
+    extents_of,
+    function_times,
+    num_units,
+    workload_of,
+)
 from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.rollout_scheduling.lengths import Lengths, Mixture, parse_lengths
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
@@ -84,23 +93,26 @@ class Question:
             PlanError: nothing fits, with what is short and what would help.
         """
         spec = spec or self.spec
-        if spec.functions.workers != "auto":
+        if not spec.functions.is_searched:
             return find_plan(self.workload, self.lengths, self.costs, spec, is_alone=is_alone, check=self.check)
+        if not self.workload.engines:
+            return choose_processes(self.workload, self.costs, spec, is_alone=is_alone)
+        if "auto" in spec.functions.roles.values():
+            role = next(role for role, num in spec.functions.roles.items() if num == "auto")
+            raise SpecError(
+                f"functions.roles.{role}: auto is for flows without models",
+                where=spec.where("functions", "roles", role),
+                now="Give a number, or leave it out: `workers: auto` then counts its work too.",
+            )
         started = time.perf_counter()
-        tried = _numbers_up_to(spec.num_cores, is_quick=not self.workload.engines)
+        tried = _numbers_up_to(spec.num_cores)
         found = {num: self._with_processes(num, spec, is_alone=True) for num in tried}
         best_s = min(choice.predicted_step_s for choice in found.values())
         best = next(num for num, choice in found.items() if choice.predicted_step_s <= best_s * _AS_FAST)
-        whole = found[best] if is_alone or not self.workload.engines else self._with_processes(best, spec, is_alone=False)
-        why = {num: "they are too few" if num < best else "more gain nothing" for num in (1, best // 2, best + 1, tried[-1])}
-        losers = [
-            Loser(f"{num} process{'es' if num > 1 else ''} for functions", found[num].predicted_step_s, why[num], found[num].parts)
-            for num in why
-            if num in found and num != best
-        ]
+        whole = found[best] if is_alone else self._with_processes(best, spec, is_alone=False)
         return msgspec.structs.replace(
             whole,
-            losers=() if is_alone else (*whole.losers, *losers),
+            losers=() if is_alone else (*whole.losers, *_others(found, best)),
             search_s=time.perf_counter() - started,
             is_exact=whole.is_exact and len(tried) == tried[-1],
         )
@@ -108,10 +120,7 @@ class Question:
     def _with_processes(self, num: int, spec: ClusterSpec, *, is_alone: bool) -> Choice:
         """The fastest plan with so many processes for functions."""
         fixed = spec.model_copy(update={"functions": spec.functions.model_copy(update={"workers": num})})
-        if self.workload.engines:
-            choice = find_plan(self.workload, self.lengths, self.costs, fixed, is_alone=is_alone, check=self.check)
-        else:
-            choice = choice_for_functions(self.workload, self.costs, fixed)
+        choice = find_plan(self.workload, self.lengths, self.costs, fixed, is_alone=is_alone, check=self.check)
         return msgspec.structs.replace(choice, num_function_workers=num)
 
 
@@ -121,52 +130,290 @@ _MOST_TRIED = 16
 """Numbers of processes that are all tried where each needs a search of placements; of more, some."""
 
 
-def _numbers_up_to(most: int, *, is_quick: bool) -> list[int]:
+def _numbers_up_to(most: int) -> list[int]:
     found = [1]
     while found[-1] < most:
-        found.append(min(most, found[-1] + (1 if is_quick or found[-1] < _MOST_TRIED else found[-1] // 4)))
+        found.append(min(most, found[-1] + (1 if found[-1] < _MOST_TRIED else found[-1] // 4)))
     return found
 
 
-def choice_for_functions(workload: Workload, costs: Costs, spec: ClusterSpec) -> Choice:
-    """Predict a step of a flow that has functions alone, in as many processes as the spec says."""
-    num, chunk = spec.functions.num_workers, spec.functions.chunk
-    ends: dict[str, float] = {}
+def _others(found: Mapping[int, Choice], best: int) -> list[Loser]:
+    """Plans with fewer and with more processes that all share."""
+    last = max(found)
+    why = {num: "they are too few" if num < best else "more gain nothing" for num in (1, best // 2, best + 1, last)}
+    return [
+        Loser(f"{num} process{'es' if num > 1 else ''} for functions", found[num].predicted_step_s, why[num], found[num].parts)
+        for num in why
+        if num in found and num != best
+    ]
+
+
+# ---- flows that have functions alone
+
+_MOST_SIMULATED, _FEW_SIMULATED = 60_000, 40
+"""Rows of calls in all simulated steps of a kind of layout, and layouts that are simulated in any case; of more, some are left out."""
+_LITTLE = 0.05
+"""A share of a step's work for which no role gets processes of its own unasked."""
+
+
+def choose_processes(workload: Workload, costs: Costs, spec: ClusterSpec, *, is_alone: bool = False) -> Choice:
+    """Choose how many processes all functions share and how many are a role's own, for a flow without models: the fewest within 1% of the
+    fastest, and with `workers: auto` alone also whether any are a role's own.
+    """
+    started, given = time.perf_counter(), spec.functions
+    own: dict[str, int | str] = dict(given.roles)
+    layouts, is_exact = _layouts(workload, own, given.workers, spec.num_cores)
+    if not own and (streaming := _streaming(workload, costs)):
+        more, are_all = _layouts(workload, dict.fromkeys(streaming, "auto"), given.workers, spec.num_cores)
+        layouts, is_exact = layouts + more, is_exact and are_all
+    made = [(layout, _placed(workload, costs, spec, layout)) for layout in layouts]
+    best_s = min(choice.predicted_step_s for _, choice in made) * _AS_FAST
+    # Of two that are as fast, processes that all share: where the costs are estimated wrongly, none is idle.
+    layout, found = min(
+        [one for one in made if one[1].predicted_step_s <= best_s],
+        key=lambda one: (len(one[0]), sum(one[0].values()), one[1].predicted_step_s),
+    )
+    losers = _others({one["*"]: choice for one, choice in made if len(one) == 1}, layout["*"]) if len(layout) == 1 else []
+    others = [one for one in made if len(one[0]) != len(layout)]
+    if others:
+        other, choice = min(others, key=lambda one: (one[1].predicted_step_s, sum(one[0].values())))
+        why = "roles wait for each other" if len(other) == 1 else "a role is idle while another is busy"
+        why = why if choice.predicted_step_s > best_s else "processes of their own gain nothing"
+        losers.append(Loser(_in_words(other), choice.predicted_step_s, why, choice.parts))
+    return msgspec.structs.replace(
+        found, losers=() if is_alone else tuple(losers), search_s=time.perf_counter() - started, is_exact=is_exact
+    )
+
+
+def _in_words(layout: Mapping[str, int]) -> str:
+    own = ", ".join(f"{num} of {role}" for role, num in layout.items() if role != "*")
+    return f"{layout['*']} process{'es' if layout['*'] > 1 else ''} for functions" + f" beside {own}" * bool(own)
+
+
+def _streaming(workload: Workload, costs: Costs) -> list[str]:
+    """Roles whose calls are on single rows, and take a good part of the step."""
+    work: dict[str, float] = {}
+    for call in workload.calls:
+        work.setdefault(base_of(call.name), 0.0)
+        work[base_of(call.name)] += costs.function(call.name).mean_s * num_units(call)
+    least = _LITTLE * sum(work.values())
+    found = dict.fromkeys(base_of(call.name) for call in workload.calls if call.unit == "sample" and num_units(call) > 1)
+    return [role for role in found if work[role] > least]
+
+
+def _layouts(workload: Workload, own: Mapping[str, int | str], shared: int | str, most: int) -> tuple[list[dict[str, int]], bool]:
+    """Numbers of processes to try, by role, and whether they are all that may be fastest; `*`: those that all others share."""
+    given = {"*": shared, **own}
+    units = dict.fromkeys(given, 1)
+    for call in workload.calls:
+        role = base_of(call.name) if base_of(call.name) in own else "*"
+        units[role] = max(units[role], num_units(call))
+    enough = max(_FEW_SIMULATED, _MOST_SIMULATED // sum(map(num_units, workload.calls)))
+    is_exact = bool(own) or most <= enough
+    tried: dict[str, list[int]] = {}
+    for role, num in given.items():
+        # Of a role's own, more help only where the busiest one then has a row fewer.
+        few = {-(-units[role] // each) for each in range(1, units[role] + 1)}
+        every = few if own or not is_exact else range(1, most + 1)
+        tried[role] = [num] if isinstance(num, int) else sorted({1, *(one for one in every if one <= most)})
+    is_exact = is_exact and math.prod(map(len, tried.values())) <= enough
+    while math.prod(map(len, tried.values())) > enough:
+        role = max(tried, key=lambda role: len(tried[role]))
+        tried[role] = [*tried[role][:-1:2], tried[role][-1]]
+    least = sum(min(nums) for nums in tried.values())
+    found = [dict(zip(tried, nums, strict=True)) for nums in itertools.product(*tried.values())]
+    return [one for one in found if sum(one.values()) <= max(most, least)], is_exact
+
+
+def _placed(workload: Workload, costs: Costs, spec: ClusterSpec, layout: Mapping[str, int]) -> Choice:
+    """Predict a step of a flow that has functions alone, in these processes."""
+    step = _Schedule(workload.calls, [costs.function(call.name) for call in workload.calls], layout, spec.functions.chunk).run()
     alone: dict[str, float] = {}
-    parts, work_s = [], 0.0
+    work_s = 0.0
     for call in workload.calls:
         cost, units = costs.function(call.name), num_units(call)
-        seconds = busiest_s(cost, units, num, chunk)
-        ends[call.name] = max((ends[before] for before in call.after), default=0.0) + seconds
-        alone[call.name] = max((alone[before] for before in call.after), default=0.0) + busiest_s(cost, units, max(units, 1), 1)
-        work_s += busiest_s(cost, units, 1, chunk)
-        parts.append((call, seconds))
-    last = max(ends, key=lambda name: ends[name])
-    on_path, path_s = {last}, ends[last]
-    for call in reversed(workload.calls):
-        if call.name in on_path and call.after:
-            on_path.add(max(call.after, key=lambda name: ends[name]))
-    step_s = max(path_s, work_s / num)
-    longest = max(parts, key=lambda part: part[1])[0].name
+        alone[call.name] = max((alone[before] for before in call.after), default=0.0) + function_times(call, cost, max(units, 1), 1).first
+        work_s += units * cost.mean_s / max(1, min(cost.concurrency, units))
     return Choice(
         flow=workload.flow,
         cluster=spec.name,
-        mode="time-shared",
+        mode="split" if len(layout) > 1 else "time-shared",
         placements=(),
-        predicted_step_s=step_s,
-        parts=(
-            *(TimeTerm(call.name, seconds, call.name in on_path) for call, seconds in parts),
-            *([TimeTerm("calls that wait for a process", step_s - path_s)] if step_s > path_s else []),
-        ),
+        predicted_step_s=step.seconds,
+        parts=tuple(TimeTerm(name, seconds, name in step.on_path_s) for name, seconds in {**step.busiest_s, **step.on_path_s}.items()),
         bounds=(Bound("critical path", max(alone.values())), Bound("work", work_s / spec.num_cores)),
         is_exact=True,
         gap_s=0.0,
-        advice=longest,
+        advice=max(step.busiest_s, key=lambda name: step.busiest_s[name]),
         losers=(),
         search_s=0.0,
         constraints_cost_s={},
         constants=costs.constants(),
+        num_function_workers=layout["*"],
+        num_own_workers={role: num for role, num in layout.items() if role != "*"},
     )
+
+
+def base_of(call: str) -> str:
+    """The role, reward or op of a call, by its name.
+
+    >>> base_of("actor.act@13#2")
+    'actor'
+    """
+    return call.partition("@")[0].partition(".")[0]
+
+
+@dataclass(frozen=True)
+class FunctionStep:
+    """A simulated step of calls on functions; by the calls' names without lines."""
+
+    seconds: float
+    on_path_s: dict[str, float]
+    """Of the chain of tasks, each begun when the one before it ended, that ends last; its sum is the step."""
+    busiest_s: dict[str, float]
+    """Seconds of the process that works the longest on it."""
+
+
+class _Task(NamedTuple):
+    """A task of a simulated step that has begun."""
+
+    call: int
+    units: list[int]
+    process: int
+    begin_s: float
+    end_s: float
+    before: int
+    """The task at whose end it began; -1: none."""
+
+
+_MOST_QUEUED, _QUICK_S = 2, 1e-3
+"""Tasks of a process at most, and what is too short to be shared out: as `m2flow.micro.scheduler.ready_queues` has them."""
+
+
+@final
+class _Schedule:
+    """Hands out rows as `m2flow.micro.scheduler.dispatch.FunctionDispatch` does: the earliest call's, to its least busy process."""
+
+    def __init__(self, calls: Sequence[CallLoad], costs: Sequence[FunctionCost], processes: Mapping[str, int], chunk: int) -> None:
+        self._calls, self._costs, self._most = calls, costs, chunk
+        self._role = [base_of(call.name) if base_of(call.name) in processes else "*" for call in calls]
+        firsts = itertools.accumulate(processes.values(), initial=0)
+        self._pools = {role: range(first, first + num) for (role, num), first in zip(processes.items(), firsts, strict=False)}
+        self._queues: list[list[tuple[int, list[int]]]] = [[] for _ in range(sum(processes.values()))]
+        """Process -> its tasks, the first of which has begun."""
+        self._tasks: list[_Task] = []
+        self._ends: list[tuple[float, int]] = []
+        self._units = [num_units(call) for call in calls]
+        self._left = list(self._units)
+        self._ready: list[list[int]] = [[] for _ in calls]
+        self._waiting: dict[str, list[int]] = {role: [] for role in processes}
+        """Role with processes -> calls with ready units, a heap."""
+        place = {call.name: i for i, call in enumerate(calls)}
+        self._users: list[list[int]] = [[] for _ in calls]
+        for i, call in enumerate(calls):
+            for before in call.after:
+                self._users[place[before]].append(i)
+        self._missing = [[len(call.after)] * units for call, units in zip(calls, self._units, strict=True)]
+        """Call -> for each unit, the inputs that are still to come."""
+        self._keeps = [any(base_of(call.name) == base_of(before) for before in call.after) for call in calls]
+        """Whether rows of a call go to the process that made them in an earlier call of its role."""
+        self._home: dict[tuple[str, int], int] = {}
+        """(role, unit) -> the process that had it last; at first as rows are shared out that come all at once."""
+        for i in [i for i, keeps in enumerate(self._keeps) if keeps]:
+            pool, units = self._pools[self._role[i]], self._units[i]
+            own = -(-units // len(pool))
+            self._home.update({(base_of(calls[i].name), unit): pool[unit // own] for unit in range(units)})
+
+    def run(self) -> FunctionStep:
+        for i, call in enumerate(self._calls):
+            if not call.after:
+                self._comes(i, range(self._units[i]), num=0)
+        self._hand_out(0.0, -1)
+        while self._ends:
+            now_s, number = heapq.heappop(self._ends)
+            task = self._tasks[number]
+            self._queues[task.process].pop(0)
+            self._left[task.call] -= len(task.units)
+            for user in self._users[task.call]:
+                if self._goes_row_by_row(task.call, user):
+                    self._comes(user, task.units)
+                elif not self._left[task.call]:
+                    self._comes(user, range(self._units[user]))
+            if self._queues[task.process]:
+                self._begin(task.process, now_s, number)
+            self._hand_out(now_s, number)
+        return self._step()
+
+    def _goes_row_by_row(self, source: int, user: int) -> bool:
+        one, other = self._calls[source], self._calls[user]
+        return one.unit == other.unit and self._units[source] == self._units[user] and not other.is_barrier
+
+    def _comes(self, call: int, units: Iterable[int], num: int = 1) -> None:
+        """Note that units of a call have an input more."""
+        had = bool(self._ready[call])
+        for unit in units:
+            self._missing[call][unit] -= num
+            if not self._missing[call][unit]:
+                self._ready[call].append(unit)
+        if self._ready[call] and not had:
+            heapq.heappush(self._waiting[self._role[call]], call)
+
+    def _hand_out(self, now_s: float, number: int) -> None:
+        while True:
+            free = {
+                calls[0]: process
+                for role, calls in self._waiting.items()
+                if calls and len(self._queues[process := min(self._pools[role], key=lambda at: len(self._queues[at]))]) < _MOST_QUEUED
+            }
+            if not free:
+                return
+            call = min(free)
+            for process, units in self._shares(call, free[call]):
+                self._ready[call] = [unit for unit in self._ready[call] if unit not in units]
+                self._queues[process].append((call, units))
+                self._home.update({(base_of(self._calls[call].name), unit): process for unit in units})
+                if len(self._queues[process]) == 1:
+                    self._begin(process, now_s, number)
+            if not self._ready[call]:
+                heapq.heappop(self._waiting[self._role[call]])
+
+    def _shares(self, call: int, process: int) -> list[tuple[int, list[int]]]:
+        """The next tasks of a call: what processes kept, or what the least busy one takes."""
+        ready, role, pool = self._ready[call], base_of(self._calls[call].name), self._pools[self._role[call]]
+        most = min(self._most, -(-self._units[call] // (2 * len(pool)))) if self._role[call] != "*" else self._most
+        if self._keeps[call] and len(pool) > 1:
+            kept: dict[int, list[int]] = {}
+            for unit in ready:
+                if self._home.get((role, unit)) in pool:
+                    kept.setdefault(self._home[role, unit], []).append(unit)
+            if kept:
+                return [(at, units[first : first + most]) for at, units in kept.items() for first in range(0, len(units), most)]
+        if len(pool) > 1 and len(ready) * self._costs[call].mean_s >= _QUICK_S:
+            has = [sum(len(units) for _, units in self._queues[at]) for at in pool]
+            most = min(most, max(-(-(len(ready) + sum(has)) // len(pool)) - has[process - pool.start], 1))
+        return [(process, ready[: max(most, 1)])]
+
+    def _begin(self, process: int, now_s: float, number: int) -> None:
+        call, units = self._queues[process][0]
+        cost = self._costs[call]
+        seconds = cost.task_s + len(units) * cost.mean_s / max(1, min(cost.concurrency, len(units)))
+        heapq.heappush(self._ends, (now_s + seconds, len(self._tasks)))
+        self._tasks.append(_Task(call, units, process, now_s, now_s + seconds, number))
+
+    def _step(self) -> FunctionStep:
+        busy: dict[str, dict[int, float]] = {}
+        for task in self._tasks:
+            own = busy.setdefault(self._calls[task.call].name.partition("@")[0], {})
+            own[task.process] = own.get(task.process, 0.0) + task.end_s - task.begin_s
+        at = max(range(len(self._tasks)), key=lambda number: self._tasks[number].end_s)
+        on_path, seconds = dict.fromkeys(busy, 0.0), self._tasks[at].end_s
+        while at >= 0:
+            task = self._tasks[at]
+            on_path[self._calls[task.call].name.partition("@")[0]] += task.end_s - task.begin_s
+            at = task.before
+        return FunctionStep(
+            seconds, {name: on for name, on in on_path.items() if on}, {name: max(own.values()) for name, own in busy.items()}
+        )
 
 
 UNKNOWN_TOOLS = "what the agents' tools take is not known, so each episode counts as one turn; a profile of a run that played some knows it"
@@ -182,7 +429,7 @@ UNKNOWN_TURNS = (
 
 def is_searched(spec: ClusterSpec, models: Mapping[str, Model]) -> bool:
     """Whether the search chooses the placement. A flow without models has nothing to place but functions, whose number may be chosen."""
-    return (bool(models) or spec.functions.workers == "auto") and (bool(spec.pools) or spec.placement == "auto")
+    return (bool(models) or spec.functions.is_searched) and (bool(spec.pools) or spec.placement == "auto")
 
 
 def with_shapes(spec: ClusterSpec, texts: tuple[str, ...]) -> ClusterSpec:

@@ -828,7 +828,7 @@ class Problem:
     def functions(self) -> dict[str, FunctionTimes]:
         size = self.spec.functions
         costs = {call: self.costs.function(call.name) for call in self.graph.function_calls}
-        return {call.name: function_times(call, cost, size.num_workers, size.chunk) for call, cost in costs.items()}
+        return {call.name: function_times(call, cost, size.num_for(call.name), size.chunk) for call, cost in costs.items()}
 
     @cached_property
     def options(self) -> Options:

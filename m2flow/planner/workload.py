@@ -689,16 +689,6 @@ def num_units(call: CallLoad) -> int:
     return {"sample": call.num_samples, "group": call.num_prompts, "minibatch": call.num_prompts, "batch": 1}[call.unit]
 
 
-def busiest_s(cost: FunctionCost, units: int, num_processes: int, chunk: int) -> float:
-    """Seconds that the process with the most units of a call takes, where all have as many as they can have alike.
-
-    >>> busiest_s(FunctionCost((0.5,)), 4, 3, 64)
-    1.0
-    """
-    own = -(-units // max(1, num_processes))
-    return own * cost.mean_s / max(1, min(cost.concurrency, own)) + cost.task_s * -(-own // max(1, chunk))
-
-
 def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
     """Times of a call whose units are taken in order by `num_processes` with `concurrency` units each, in tasks of at most `chunk`.
 

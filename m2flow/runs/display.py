@@ -94,7 +94,7 @@ def show_plan(console: Console, plan: Plan, *, is_eager: bool) -> None:
     lines = [f"{plan.flow}: {where}"]
     if not is_eager:
         for worker in plan.workers:
-            hosted = ", ".join("functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine})" for s in worker.engines)
+            hosted = ", ".join(s.hosted for s in worker.engines)
             lines.append(f"  {worker.name}  {worker.device}, {_count(worker.threads, 'thread')}  {hosted}")
     width, value_width = (max(map(len, texts)) for texts in zip(*((line.name, line.value) for line in plan.arithmetic), strict=True))
     lines += [f"  {line.name:{width}}  {line.value:{value_width}}  {line.formula}" for line in plan.arithmetic]

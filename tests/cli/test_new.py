@@ -17,7 +17,7 @@ from m2flow.cli.run import _KINDS, _NICKNAMES, shipped_flows
 
 
 def test_every_shipped_flow_may_begin_a_project() -> None:
-    others = {"grpo_smollm", "gym_ppo"}  # They need a data package, and Gymnasium.
+    others = {"grpo_smollm", "gym_ppo", "gym_pipelined"}  # They need a data package, and Gymnasium.
     assert set(_KINDS) == {path.stem for path in shipped_flows().glob("*.py")} - others
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from fake_clusters import SPLIT
 
 from m2flow import AdamW, flow, log, steps
 from m2flow.environments.actor_critic import (
+    Actor,
     ActorCritic,
     Simulator,
     as_input,
@@ -218,12 +220,12 @@ class Track(Env):
 
 
 @flow
-def on_track(num_steps: int = 12, num_lanes: int = 4) -> None:
+def on_track(num_steps: int = 12, num_lanes: int = 4, horizon: int = 16) -> None:
     learner = ActorCritic(Track, optimizer=AdamW(1e-2), hidden=(16,), epochs=4)
     simulator = Simulator(Track, count=2, seed=1, hidden=(16,))
     learned, played = learner.start(), simulator.start(lanes(num_lanes))
     for _ in steps(num_steps):
-        played = simulator.play(played, learned, horizon=16)
+        played = simulator.play(played, learned, horizon=horizon)
         learned = learner.learn(learned, played)
         log(episode_return=episode_return(played))
 
@@ -241,16 +243,105 @@ def test_lanes_are_played_in_as_many_workers_as_there_are_with_the_same_result(n
     assert returns[-1] > 0.95 > returns[0]
 
 
+@flow
+def on_track_by_roles(num_steps: int = 12, num_lanes: int = 4, horizon: int = 16) -> None:
+    learner = ActorCritic(Track, optimizer=AdamW(1e-2), hidden=(16,), epochs=4)
+    simulator, actor = Simulator(Track, count=2, seed=1), Actor(Track, hidden=(16,))
+    learned, played = learner.start(), simulator.start(lanes(num_lanes))
+    for _ in steps(num_steps):
+        for _ in range(horizon):
+            played = simulator.step(played, actor.act(played, learned))
+        played = simulator.collect(played)
+        learned = learner.learn(learned, played)
+        log(episode_return=episode_return(played))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "roles", "num_losses"),
+    [(1, {}, 0), (3, {}, 2), (1, {"actor": 1, "simulator": 2}, 0), (1, {"actor": 2, "simulator": 2, "actorcritic": 1}, 2)],
+)
+def test_an_actor_and_a_simulator_as_two_roles_play_what_the_simulator_plays_alone(
+    num_workers: int, roles: dict[str, int], num_losses: int
+) -> None:
+    options = {"num_steps": 3, "num_lanes": 3, "horizon": 5}
+    alone, eager = run_eager(on_track, options, SPLIT), run_eager(on_track_by_roles, options, SPLIT)
+    assert eager.error == "", eager.error
+    assert eager.logs == alone.logs
+    assert not math.isnan(float(str(eager.logs[-1][2])))
+    spec = SPLIT.model_copy(update={"functions": FunctionSpec(workers=num_workers, roles=roles)})
+    assert run_planned(on_track_by_roles, options, spec, order_seed=num_workers, num_losses=num_losses) == eager
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
+def test_a_piece_is_the_same_text_by_steps_also_where_each_is_in_another_worker(task: str) -> None:
+    pytest.importorskip("gymnasium")
+
+    def simulators() -> Any:
+        return _made(Simulator, task, count=3, hidden=(8,))
+
+    learned, actor, warm = _made(ActorCritic, task, hidden=(8,)).start(), _made(Actor, task, hidden=(8,)), simulators()
+    whole = by_steps = by_strangers = warm.start({"lane": 1}, _rng())
+    for _ in range(3):
+        whole = simulators().play(whole, learned, 12)
+        for step in range(12):
+            by_steps = warm.step(by_steps, actor.act(by_steps, learned))
+            if step == 5:
+                assert simulators().play(by_steps, learned, 6) == whole, "play goes on where steps have led"
+            by_strangers = simulators().step(by_strangers, _made(Actor, task, hidden=(8,)).act(by_strangers, learned))
+            assert by_steps == by_strangers
+        by_steps, by_strangers = warm.collect(by_steps), simulators().collect(by_strangers)
+        assert whole == by_steps == by_strangers
+    with pytest.raises(OptionError, match="lane 1 has made no step"):
+        warm.collect(whole)
+
+
+def test_no_two_steps_and_no_two_lanes_have_the_same_random_numbers() -> None:
+    simulator, learned = _made(Simulator, Track, count=4, hidden=(16,)), _made(ActorCritic, Track, hidden=(16,)).start()
+    actor, chosen = _made(Actor, Track, hidden=(16,)), []
+    for lane in range(2):
+        played = simulator.start({"lane": lane}, np.random.default_rng(lane))
+        for _ in range(2):
+            for _ in range(12):
+                acted = actor.act(played, learned)
+                chosen.append(tuple(unpack(acted)[0]["actions"].tolist()))
+                played = simulator.step(played, acted)
+            played = simulator.collect(played)
+    assert len({tuple(chosen[at : at + 12]) for at in range(0, 48, 12)}) == 4
+    assert len(set(chosen)) > 8, "of the 16 that four environments may have"
+
+
+def test_a_lane_of_an_earlier_version_is_refused() -> None:
+    played = _made(Simulator, Track).start({"lane": 0}, _rng())
+    arrays, texts = unpack(played, without=("key",))
+    with pytest.raises(EngineError, match="played by an earlier version"):
+        _made(Simulator, Track).play(pack(arrays, **texts), "", 1)
+
+
+def test_an_environment_that_leaks_is_found_out_in_the_middle_of_a_piece() -> None:
+    class Leaking(Track):
+        count = itertools.count()
+
+        def step(self, action: Any) -> Step:
+            step = super().step(action)
+            return step._replace(observation=np.append(step.observation[:1], next(self.count)).astype(np.float32))
+
+    learned, actor = _made(ActorCritic, Leaking).start(), _made(Actor, Leaking)
+    played = _made(Simulator, Leaking, count=2).start({"lane": 0}, _rng())
+    played = _made(Simulator, Leaking, count=2).step(played, actor.act(played, learned))
+    with pytest.raises(EngineError, match="environment 0 shows something else after the same 1 actions"):
+        _made(Simulator, Leaking, count=2).step(played, actor.act(played, learned))
+
+
 def test_what_lanes_played_is_one_piece_with_the_environments_of_all() -> None:
     simulator, learned = _made(Simulator, Track, count=2), _made(ActorCritic, Track).start()
-    begun = [simulator.start({"lane": lane}) for lane in range(3)]
-    pieces = [simulator.play(each, learned, 5, np.random.default_rng(lane)) for lane, each in enumerate(begun)]
+    begun = [simulator.start({"lane": lane}, _rng()) for lane in range(3)]
+    pieces = [simulator.play(each, learned, 5) for each in begun]
     both, alone = beside_each_other(pieces), [unpack(piece)[0] for piece in pieces]
     assert both["rewards"].shape == (5, 6)
     assert both["seen"].shape == (6, 6, 2)
     np.testing.assert_array_equal(both["actions"], np.concatenate([piece["actions"] for piece in alone], axis=1))
-    whole = unpack(_made(Simulator, Track, count=6).start({"lane": 0}))[1]["world"]
-    parts = [unpack(_made(Simulator, Track, count=2).start({"lane": lane}))[1]["world"] for lane in range(3)]
+    whole = unpack(_made(Simulator, Track, count=6).start({"lane": 0}, _rng()))[1]["world"]
+    parts = [unpack(_made(Simulator, Track, count=2).start({"lane": lane}, _rng()))[1]["world"] for lane in range(3)]
     assert json.loads(whole) == [each for part in parts for each in json.loads(part)], "an environment's seed is its own, in any lanes"
 
 
@@ -271,14 +362,23 @@ def test_planned_and_eager_runs_of_the_flow_agree_to_the_bit() -> None:
         assert run_planned(flow, options, _with_workers(2), order_seed=2) == eager
 
 
+def test_the_pipelined_flow_logs_what_the_other_one_does() -> None:
+    pytest.importorskip("gymnasium")
+    options = {"num_steps": 2, "num_lanes": 2, "count": 2, "horizon": 24}
+    whole, by_roles = (run_eager(load_flow(str(ROOT / "flows" / name)), options, SPLIT) for name in ("gym_ppo.py", "gym_pipelined.py"))
+    assert by_roles.error == "", by_roles.error
+    assert by_roles.logs == whole.logs
+    assert not math.isnan(float(str(whole.logs[-1][2])))
+
+
 def test_play_goes_on_the_same_in_a_worker_that_has_the_environments_and_in_one_that_has_not() -> None:
     pytest.importorskip("gymnasium")
     learner = _made(ActorCritic, "CartPole-v1", hidden=(8,))
     warm = _made(Simulator, "CartPole-v1", count=3, hidden=(8,))
-    learned, played = learner.start(), warm.start({"lane": 1})
+    learned, played = learner.start(), warm.start({"lane": 1}, _rng())
     for step in range(4):
         cold = _made(Simulator, "CartPole-v1", count=3, hidden=(8,))
-        both = [each.play(played, learned, 20, np.random.default_rng(step)) for each in (warm, cold)]
+        both = [each.play(played, learned, 20) for each in (warm, cold)]
         assert both[0] == both[1]
         played = both[0]
         learned = learner.learn(learned, [played], np.random.default_rng(step))
@@ -315,9 +415,9 @@ def test_an_actor_learns_from_pictures_where_to_go() -> None:
     """Of its steps, those towards the pixel less those away from it: about 0 at first, nearly all at the end."""
     learner = _made(ActorCritic, Bright, hidden=(64,), optimizer=AdamW(3e-3, max_grad_norm=0.5), epochs=4, minibatch_size=128)
     simulator = _made(Simulator, Bright, count=16, hidden=(64,))
-    learned, played, gains = learner.start(), simulator.start({"lane": 0}), []
+    learned, played, gains = learner.start(), simulator.start({"lane": 0}, _rng()), []
     for step in range(14):
-        played = simulator.play(played, learned, 32, np.random.default_rng(step))
+        played = simulator.play(played, learned, 32)
         rows = unpack(played)[0]
         gains.append(float(rows["rewards"][rows["is_real"]].mean()))
         learned = learner.learn(learned, [played], np.random.default_rng(step))
@@ -332,7 +432,7 @@ def test_actors_of_continuous_actions_and_of_pictures_make_finite_steps() -> Non
     learner = _made(ActorCritic, "Pendulum-v1", hidden=(8,))
     simulator = _made(Simulator, "Pendulum-v1", count=2, hidden=(8,))
     first = learner.start()
-    played = simulator.play(simulator.start({"lane": 0}), first, 30, np.random.default_rng(0))
+    played = simulator.play(simulator.start({"lane": 0}, _rng()), first, 30)
     learned = unpack(learner.learn(first, [played], np.random.default_rng(0)))[0]
     assert any(not np.array_equal(each, learned[name]) for name, each in unpack(first)[0].items() if name.startswith("w/"))
     assert np.isfinite(learned["w/actor.0.weight"]).all()
@@ -341,6 +441,10 @@ def test_actors_of_continuous_actions_and_of_pictures_make_finite_steps() -> Non
     seen = as_input(np.zeros((5, 24, 20, 3), np.uint8), spaces)
     assert model["actor"](seen).shape == (5, 4)
     assert torch.equal(model["actor"](seen), build(spaces, (16,), 0)["actor"](seen))
+
+
+def _rng() -> np.random.Generator:
+    return np.random.default_rng(0)
 
 
 def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:

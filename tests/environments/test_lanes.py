@@ -34,9 +34,10 @@ class Lanes:
         self.notes.mkdir(parents=True)
         self._runs: list[subprocess.Popen[bytes]] = []
 
-    def start(self, num_workers: int, *more: str) -> subprocess.Popen[bytes]:
+    def start(self, num_workers: int, *more: str, functions: str = "") -> subprocess.Popen[bytes]:
+        """`functions`: of the cluster spec, where it is not only so many workers; so many have environments."""
         cluster = self.directory / f"{num_workers}.yaml"
-        cluster.write_text(f"functions: {{workers: {num_workers}}}\n")
+        cluster.write_text(f"functions: {{{functions or f'workers: {num_workers}'}}}\n")
         flow = [] if "--resume" in more else [str(ROOT / "tests" / "support" / "lane_flow.py")]
         command = [sys.executable, "-m", "m2flow", "run", *flow, "--cluster", str(cluster), *more]
         command += [] if "--resume" in more else ["--runs-dir", str(self.directory / "runs")]
@@ -152,3 +153,19 @@ def test_a_run_resumes_with_another_number_of_workers_to_the_same_result(lanes: 
     again = [line for line, times in lanes.begun().items() if times > 1]
     assert len(again) == 2 * NUM_ENVS, "every running episode, and the first ones, with which environments are made"
     assert set(lanes.begun().values()) <= {1, 2}
+
+
+def test_lanes_of_a_simulator_beside_an_actor_are_stepped_again_elsewhere_and_resumed(lanes: Lanes, returns: list[float | None]) -> None:
+    """Three roles with processes of their own: one with environments is killed in the middle of pieces, and later the whole run."""
+    (lanes.notes / "held").write_text("4")
+    run = lanes.start(2, "--by-roles", functions="workers: 1, roles: {actor: 1, simulator: 2}")
+    lanes.until_step(2)
+    assert len(lanes.players()) == 2, "those of the simulator alone"
+    os.kill(min(lanes.players()), signal.SIGKILL)
+    lanes.until_back()
+    lanes.until_step(4)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    (lanes.notes / "held").unlink()
+    lanes.run(1, "--resume", str(lanes.run_dir))
+    assert lanes.returns() == returns

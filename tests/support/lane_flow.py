@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from m2flow import AdamW, flow, log, steps
-from m2flow.environments.actor_critic import ActorCritic, Simulator, episode_return, lanes
+from m2flow.environments.actor_critic import Actor, ActorCritic, Simulator, episode_return, lanes
 from m2flow.environments.env import Env, Spaces, Step
 
 _stepping: set[int] = set()
@@ -71,13 +71,18 @@ def wait_if_held(step: int) -> None:
 
 
 @flow
-def on_lanes(num_steps: int = 6, num_lanes: int = 4) -> None:
+def on_lanes(num_steps: int = 6, num_lanes: int = 4, by_roles: bool = False) -> None:
     learner = ActorCritic(Noted, optimizer=AdamW(1e-2), hidden=(8,), epochs=1)
-    simulator = Simulator(Noted, count=2, seed=1, hidden=(8,))
+    simulator, actor = Simulator(Noted, count=2, seed=1, hidden=(8,)), Actor(Noted, hidden=(8,))
     learned, played = learner.start(), simulator.start(lanes(num_lanes))
     for step in steps(num_steps):
         wait_if_held(step)
-        played = simulator.play(played, learned, horizon=25)
+        if by_roles:
+            for _ in range(25):
+                played = simulator.step(played, actor.act(played, learned))
+            played = simulator.collect(played)
+        else:
+            played = simulator.play(played, learned, horizon=25)
         learned = learner.learn(learned, played)
         shown = episode_return(played)
         log(episode_return=shown)

@@ -11,8 +11,9 @@ wait for a chunk to fill.
 
 By rule. Time-shared (co-located): one worker hosts rollout and training of every model, which take turns with a lease; further rollout
 workers only generate. Split (disaggregated): rollout workers and one trainer run concurrently. Functions have processes of their own
-either way, since they may hang, block or be slow without touching a device. If the trace ended because the program needs a value, the
-calls after it are unknown: each model then gets both kinds of engine, except references, critics and reward models, which are not sampled.
+either way, since they may hang, block or be slow without touching a device; all share these, but for roles that the spec gives some to
+themselves (`functions.roles`). If the trace ended because the program needs a value, the calls after it are unknown: each model then gets
+both kinds of engine, except references, critics and reward models, which are not sampled.
 
 By search. A rollout engine of n replicas is n workers; a trainer is one worker, however many devices it has: its ranks work as one.
 Engines of one kind on the same devices in the same layout share a worker. An engine that generates and one that trains share a worker
@@ -148,11 +149,17 @@ _COPY_EARLIER = "No trace of the flow came to this line. Make it before the loop
 
 
 def check_pins(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec) -> None:
-    """Check that pins name roles of the flow.
+    """Check that pins, and functions' processes of their own, name roles of the flow.
 
     Raises:
-        SpecError: a pin of a role that the flow does not have.
+        SpecError: one of a role that the flow does not have.
     """
+    of_functions = dict.fromkeys(call.name.partition(".")[0] for call in graph.calls if call.engine == "function")
+    for name in spec.functions.roles:
+        if name not in of_functions:
+            now = did_you_mean(name, of_functions, f"It has {', '.join(of_functions) or 'none'}.")
+            what = f"functions.roles.{name}: the flow calls no such role, reward or op"
+            raise SpecError(what, where=spec.where("functions", "roles", name), now=now)
     roles = list(dict.fromkeys([*models, *(call.role for call in graph.calls if call.engine in ("rollout", "train"))]))
     known = [*roles, *(f"{role}.{kind}" for role in roles for kind in ("rollout", "train")), "rollout", "train"]
     for name in spec.pin:
@@ -192,9 +199,13 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     for role, devices in alone.items():
         workers += [WorkerPlan(f"rollout-{number + i}", device, threads[0], (slots[role],)) for i, device in enumerate(devices)]
         number += len(devices)
-    functions = (EngineSlot("*", "function", "python"),)
-    workers += [WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.num_workers)]
-    return tuple(workers)
+    return *workers, *_for_functions(spec.functions.num_workers, spec.functions.num_own)
+
+
+def _for_functions(num_shared: int, num_own: Mapping[str, int]) -> Iterable[WorkerPlan]:
+    """Workers for functions: those that all share, and those of roles that have their own."""
+    roles = [role for role, num in {"*": num_shared, **num_own}.items() for _ in range(num)]
+    return (WorkerPlan(f"functions-{i}", "cpu", 1, (EngineSlot(role, "function", "python"),)) for i, role in enumerate(roles))
 
 
 def is_apart(role: str, other: str, spec: ClusterSpec) -> bool:
@@ -356,7 +367,11 @@ def check_place(call: Call, hosted: Places) -> None:
 
 def place_stages(graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
     """Give each stage the workers that host its role's engine; a call on state gets the one worker that holds it."""
-    roles = ["*" if call.engine == "function" else call.role for call in graph.calls]
+    own = {slot.role for worker in workers for slot in worker.engines if slot.kind == "function"}
+    bases = [call.name.partition(".")[0] for call in graph.calls]
+    roles = [
+        call.role if call.engine != "function" else base if base in own else "*" for call, base in zip(graph.calls, bases, strict=True)
+    ]
     hosts = {key: _hosts(*key, workers) for key in {(stage.engine, role) for stage, role in zip(stages, roles, strict=True)}}
     found = (hosts[stage.engine, role] for stage, role in zip(stages, roles, strict=True))
     return tuple(msgspec.structs.replace(s, workers=_home(s.state, at) if s.state else at) for s, at in zip(stages, found, strict=True))
@@ -437,9 +452,8 @@ def workers_of_choice(choice: Choice, spec: ClusterSpec, device: str, *, determi
             WorkerPlan(f"{name}-{count[name]}", _device_name(place, spec, device), own, tuple(dict.fromkeys(both)), lease, ranks)
         )
         count[name] += 1
-    functions = (EngineSlot("*", "function", "python"),)
-    num_functions = choice.num_function_workers or spec.functions.num_workers
-    return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(num_functions))
+    num_own = spec.functions.num_own if choice.num_own_workers is None else choice.num_own_workers
+    return *workers, *_for_functions(choice.num_function_workers or spec.functions.num_workers, num_own)
 
 
 def _groups_of(slot: EngineSlot) -> tuple[int, ...]:

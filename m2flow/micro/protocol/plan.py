@@ -143,6 +143,8 @@ class Choice(msgspec.Struct, frozen=True):
     """What the ranks of trainers hold whose ranks do not all hold the same."""
     num_function_workers: int = 0
     """Processes for functions, where the search chose their number; 0: those of the spec."""
+    num_own_workers: dict[str, int] | None = None
+    """Processes by the role whose own they are, where the search chose them; None: those of the spec."""
 
     @property
     def lower_bound_s(self) -> float:
@@ -160,7 +162,7 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """An engine that a worker hosts."""
 
     role: str
-    """The role whose model it holds; `*` for functions."""
+    """The role whose model it holds; of functions, the one that has this process to itself, and `*` for all others."""
     kind: Literal["rollout", "train", "function"]
     engine: str
     """Its name in the registry."""
@@ -201,6 +203,12 @@ class EngineSlot(msgspec.Struct, frozen=True):
         plain = EngineSlot(self.role, self.kind, self.engine)
         names = ("tp", "pp", "sp", "ep", "zero", "offload", "recompute", "micro_batches", "vpp", "schedule", "is_searched")
         return {name: value for name in names if (value := getattr(self, name)) != getattr(plain, name)}
+
+    @property
+    def hosted(self) -> str:
+        """What a worker hosts by it, in words."""
+        own = f" of {self.role}" * (self.role != "*")
+        return f"functions{own}" if self.kind == "function" else f"{self.role}: {self.kind} ({self.engine})"
 
     @property
     def takes_turn(self) -> str:
@@ -573,7 +581,7 @@ def _routes(routes: Sequence[Route], names: Sequence[str]) -> list[tuple[str, st
 
 def _slots(worker: WorkerPlan) -> str:
     return ", ".join(
-        "functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine}{_degrees(s)}){_turn(s)}" for s in worker.engines
+        s.hosted if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine}{_degrees(s)}){_turn(s)}" for s in worker.engines
     )
 
 

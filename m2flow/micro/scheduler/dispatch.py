@@ -16,6 +16,9 @@ Rewards and ops (`FunctionDispatch`) are executed on whatever rows are ready, as
 to the stage's chunk and does not wait for more: while it runs, the next rows gather. Of several workers none takes more than its share, so
 that rows which come all at once are not one worker's alone; unless they take less time than a second task costs, by what workers report.
 
+Of a role with workers of its own, none takes more than half of its share of a call's rows: so it works on one half while another role has
+the other, as an actor does that infers for some environments while a simulator steps the others.
+
 Rows that a role's earlier call made go to the worker that made them, also if that is busy: its object of the role may have kept what the
 next call on such a row needs, as simulators keep their environments. A worker gets no more of them than its share, and those of a lost
 worker go to any.
@@ -242,7 +245,7 @@ class FunctionDispatch:
         )
         if not is_plain or worker.name not in stage.workers or not call_state.has_all_but_rows:
             return False
-        if not stage.is_barrier and len(call_state.ids) > stage.chunk:
+        if not stage.is_barrier and len(call_state.ids) > self._chunk(call_state):
             return False
         sources = [self._state.calls[ordinal] for ordinal in call_state.aligned_inputs]
         coming = [source for source in sources if not source.is_done]
@@ -256,8 +259,9 @@ class FunctionDispatch:
         if kept := self._kept(call_state):
             for home, rows in kept.items():
                 call_state.num_kept[home] = call_state.num_kept.get(home, 0) + len(rows)
-                for start in range(0, len(rows), call_state.stage.chunk):
-                    part = rows[start : start + call_state.stage.chunk]
+                chunk = self._chunk(call_state)
+                for start in range(0, len(rows), chunk):
+                    part = rows[start : start + chunk]
                     self._give(self._state.workers[home], call_state, call_state.take_these(part))
             return
         self._give(
@@ -302,9 +306,16 @@ class FunctionDispatch:
         )
         self._state.start(worker, "function", task)
 
+    def _chunk(self, call_state: CallState) -> int:
+        """Count the rows of a task at most."""
+        workers, chunk = call_state.stage.workers, call_state.stage.chunk
+        if "*" in self._state.workers[workers[0]].roles["function"]:
+            return chunk
+        return max(min(chunk, -(-len(call_state.ids) // (2 * len(workers)))), 1)
+
     def _num_next(self, worker: WorkerState, call_state: CallState) -> int:
         """Count the rows of the next task: a chunk of ready rows, or a fair share of them, and the rest of the last one's unit."""
-        chunk = call_state.stage.chunk
+        chunk = self._chunk(call_state)
         if len(call_state.stage.workers) > 1 and not _is_ours(call_state.call):
             chunk = min(chunk, self._state.functions.share_of(worker, call_state))
         if call_state.refill is not None:
