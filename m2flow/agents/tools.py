@@ -338,8 +338,8 @@ class Threads(ThreadPoolExecutor):
                 continue
             try:
                 result = call()
-            except StopIteration:  # A future refuses it: who awaits that would wait for ever.
-                future.set_exception(RuntimeError("a plain function raised StopIteration"))
+            except (StopIteration, GeneratorExit) as error:  # A future refuses the one; the other closes the coroutines that await it.
+                future.set_exception(RuntimeError(f"a plain function raised {type(error).__name__}"))
             except BaseException as error:
                 future.set_exception(error)
             else:

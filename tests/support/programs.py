@@ -149,7 +149,7 @@ def _server_for(environment: Mapping[str, str]) -> _Server | None:
         loaded_with = {**os.environ, **fork_server.engine_environment(1, deterministic=True)}
         with its:
             process = subprocess.Popen(
-                [sys.executable, "-c", f"import programs; programs.serve({its.fileno()})"],
+                [sys.executable, "-c", f"import programs; programs.serve({its.fileno()})  #{' ' * 200}"],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
                 env=loaded_with | {"PYTHONPATH": path},
