@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,3 +146,45 @@ def test_the_cpu_time_of_each_test_is_written_with_that_of_its_children(tmp_path
     assert calls["spends"] >= 0.39
     assert calls["starts_one_that_spends"] >= 0.35
     assert calls["sleeps"] < 0.3
+
+
+PROGRAM = """
+import atexit, os, signal, sys, threading, time
+
+print(sys.argv, sys.path[0], __name__, os.getcwd(), os.environ.get("OF_TESTS"), os.getsid(0) == os.getpid(), sys.stdout.isatty())
+print([line.strip() for line in sys.stdin], os.getppid() == int(os.environ["ASKED_BY"]))
+atexit.register(lambda: print("at exit", flush=True))
+threading.Thread(target=lambda: (time.sleep(0.05), print("last thread"))).start()
+how = sys.argv[1]
+if how == "raises":
+    raise LookupError("of the program")
+if how == "killed":
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "interrupted":
+    os.kill(os.getpid(), signal.SIGINT)
+sys.exit({"ends": None, "status": 3, "says": "said at the end"}[how])
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "status", "says", "raises", "killed", "interrupted"])
+def test_a_program_that_is_forked_does_what_one_does_that_is_started(tmp_path: Path, how: str) -> None:
+    """Tests that start m2flow by `programs` say the same of it as those that start an interpreter."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {**os.environ, "OF_TESTS": how, "ASKED_BY": str(os.getpid())}
+    said = []
+    for popen in (programs.Popen, subprocess.Popen):
+        with popen(
+            [sys.executable, str(tmp_path / "program.py"), how, "more"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            out, err = process.communicate("one\ntwo\n", timeout=240)
+        said.append((process.returncode, out, err.splitlines()[-1:]))
+    assert said[0] == said[1]
+    assert said[0][1]

@@ -68,7 +68,7 @@ def test_of_several_mistakes_the_first_in_the_file_is_told(tmp_path: Path) -> No
 
 def test_a_field_like_no_other_is_answered_with_all_of_them(tmp_path: Path) -> None:
     error = _refused(tmp_path, "functions:\n  zzz: 1\n")
-    assert not lacks(error.now, "workers, chunk, concurrency, patience_s, latency_s")
+    assert not lacks(error.now, "workers, roles, chunk, concurrency, patience_s, latency_s")
 
 
 def test_a_value_of_the_wrong_type_is_refused_with_its_line_and_reason(tmp_path: Path) -> None:

@@ -307,11 +307,9 @@ def _status_of(words: list[str]) -> int:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except KeyboardInterrupt:
-        return -signal.SIGINT
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        return 1
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
