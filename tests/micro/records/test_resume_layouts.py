@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import programs
 import pytest
 import yaml
 from entry_points import write_entry_points
@@ -70,7 +69,7 @@ class Runs:
         if (self._place / "runs").exists():
             how = ["--resume", str(self.run_dir)]
         command = [self._python, "-m", "m2flow", "run", *how, *settings, "--cluster", str(self._place / "cluster.yaml"), "--json"]
-        return programs.run(command, cwd=ROOT, env={**os.environ, **given}, timeout=280)
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, timeout=280, check=False)
 
     @property
     def run_dir(self) -> Path:
