@@ -46,6 +46,7 @@ from m2flow.macro.row_files import (
     RowFile,
     RowsOnDisk,
     StoredRows,
+    check_is_text,
     dataset_folder,
     existing,
     files_of_split,
@@ -85,6 +86,7 @@ def _answers(row: Row, what: str) -> tuple[str, str]:
         said = row[name]
         messages = [message_of(one) for one in said] if isinstance(said, list | tuple) else said
         answer = said_last(messages)
+        check_is_text(messages, f"the {name!r} of {what}")
         if messages in (None, [], ()) or not isinstance(answer, str):
             raise DatasetError(
                 f"the {name!r} of {what} is neither a text nor messages: {said!r:.60}",

@@ -99,7 +99,17 @@ def _taken_apart(row: Row, column: str, what: str) -> Row:
             f"{what} has only a message of the assistant, and nothing that it answers",
             now="Put the user's message before it, or leave the row out.",
         )
+    check_is_text(messages, what)
     return {**rest, "prompt": list(messages[:-1]), "target": said_last(messages)}
+
+
+def check_is_text(said: object, what: str) -> None:
+    """Refuse an answer whose last message calls tools, since only its text would be learnt. Raises `DatasetError`."""
+    if isinstance(said, list | tuple) and said and isinstance(said[-1], Mapping) and said[-1].get("tool_calls"):
+        raise DatasetError(
+            f"{what} ends with a message that has tool_calls, and what is learnt is its content alone",
+            now="Write the call into the content as the model writes it, such as '<tool_call>...</tool_call>', and leave out tool_calls.",
+        )
 
 
 def message_of(one: object) -> object:

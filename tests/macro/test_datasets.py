@@ -209,6 +209,11 @@ def test_a_text_among_prompts_of_messages_is_a_users_message():
             "two datasets",
         ),
         ([{"messages": [QUESTION]}, {"messages": "a"}], "'messages' of row 1 of the dataset 'mine' is a text", ""),
+        (
+            [{"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}]}],
+            "'messages' of row 0 of the dataset 'mine' ends with a message that has tool_calls",
+            "<tool_call>",
+        ),
         ([{"messages": [ANSWER]}], "'messages' of row 0 of the dataset 'mine' has only a message of the assistant", ""),
         ([{"messages": [{"content": "a"}]}], "message 0 of 'messages' of row 0 of the dataset 'mine' has no role", '"role": "user"'),
         ([{"prompt": [QUESTION, {"role": "user", "content": 3}]}], "message 1 of the prompt of row 0 of the dataset 'mine'", "role"),
