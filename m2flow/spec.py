@@ -156,7 +156,16 @@ class FunctionSpec(_Strict):
 
     def num_for(self, call: str) -> int:
         """Processes that run a call, by its name."""
-        return self.num_own.get(call.partition(".")[0], self.num_workers)
+        return self.num_own.get(base_of(call), self.num_workers)
+
+
+def base_of(call: str) -> str:
+    """The role, reward or op of a call on functions, by its name.
+
+    >>> base_of("actor.act@13#2")
+    'actor'
+    """
+    return call.partition("@")[0].partition(".")[0]
 
 
 class ChannelSpec(_Strict):

@@ -48,18 +48,10 @@ from m2flow.planner.pools import offered, refused_in_all
 from m2flow.planner.problem import options_of
 from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
 from m2flow.planner.search import find_plan
-from m2flow.planner.workload import (
-    Away,
-    CallLoad,
-    Workload,
-    extents_of,
-    function_times,
-    num_units,
-    workload_of,
-)
+from m2flow.planner.workload import Away, CallLoad, Workload, extents_of, function_times, num_units, workload_of
 from m2flow.recipe import Model, hub_directory, is_of_hub
 from m2flow.rollout_scheduling.lengths import Lengths, Mixture, parse_lengths
-from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, base_of
 
 _ASSUMED_SHARE, _ASSUMED_SIGMA = 0.25, 0.8
 """Assumed lengths: the median as a share of the limit, and sigma of the log length, typical of many kinds of runs."""
@@ -252,15 +244,6 @@ def _placed(workload: Workload, costs: Costs, spec: ClusterSpec, layout: Mapping
         num_function_workers=layout["*"],
         num_own_workers={role: num for role, num in layout.items() if role != "*"},
     )
-
-
-def base_of(call: str) -> str:
-    """The role, reward or op of a call, by its name.
-
-    >>> base_of("actor.act@13#2")
-    'actor'
-    """
-    return call.partition("@")[0].partition(".")[0]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from m2flow.environments.env import Env, Spaces, Step
 from m2flow.errors import SpecError
 from m2flow.macro.flow import load_flow
 from m2flow.micro.protocol import messages as m
-from m2flow.planner.planning import base_of
 from m2flow.runs.planning import Planned, Simulation, known_values, make_plan
-from m2flow.spec import ClusterSpec, FunctionSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, base_of
 
 HORIZON = 8
 
@@ -152,3 +151,6 @@ def test_a_role_that_the_flow_does_not_have_is_refused_and_so_is_a_number_that_n
 
 def test_a_role_of_a_call_is_what_stands_before_its_method_and_line() -> None:
     assert [base_of(name) for name in ("actor.act@13#2", "episode_return", "episode_return@3")] == ["actor", *["episode_return"] * 2]
+    # A call that is made at several lines has the line in its name, and the processes of its role all the same.
+    given = FunctionSpec(workers=2, roles={"episode_return": 5})
+    assert [given.num_for(name) for name in ("episode_return", "episode_return@3", "actor.act@13")] == [5, 5, 2]

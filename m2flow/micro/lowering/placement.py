@@ -49,7 +49,7 @@ from m2flow.micro.protocol.cost_terms import EngineId, StageOrder
 from m2flow.micro.protocol.plan import Choice, EngineSlot, Placement, Stage, WorkerPlan
 from m2flow.micro.protocol.worker_state import ROLLOUT
 from m2flow.recipe import Model
-from m2flow.spec import ClusterSpec, WeightsSpec
+from m2flow.spec import ClusterSpec, WeightsSpec, base_of
 
 _NAMES = ("tp", "pp", "ep")
 _TRAINERS = (*_NAMES, "sp", "offload")
@@ -154,7 +154,7 @@ def check_pins(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec
     Raises:
         SpecError: one of a role that the flow does not have.
     """
-    of_functions = dict.fromkeys(call.name.partition(".")[0] for call in graph.calls if call.engine == "function")
+    of_functions = dict.fromkeys(base_of(call.name) for call in graph.calls if call.engine == "function")
     for name in spec.functions.roles:
         if name not in of_functions:
             now = did_you_mean(name, of_functions, f"It has {', '.join(of_functions) or 'none'}.")
@@ -368,7 +368,7 @@ def check_place(call: Call, hosted: Places) -> None:
 def place_stages(graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
     """Give each stage the workers that host its role's engine; a call on state gets the one worker that holds it."""
     own = {slot.role for worker in workers for slot in worker.engines if slot.kind == "function"}
-    bases = [call.name.partition(".")[0] for call in graph.calls]
+    bases = [base_of(call.name) for call in graph.calls]
     roles = [
         call.role if call.engine != "function" else base if base in own else "*" for call, base in zip(graph.calls, bases, strict=True)
     ]
