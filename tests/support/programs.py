@@ -42,8 +42,6 @@ _ABOVE = 500
 """Descriptors of a program are kept at numbers from here on until each is where it belongs."""
 _MAX_DESCRIPTORS = 64
 _LOADED = (fork_server.WORKER, *fork_server._ENGINES, "m2flow.runner.run", "matplotlib.figure")
-
-
 _READ_LATER = ("PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
 """Variables of workers that nothing reads when it is loaded on a machine without GPUs. None of the tests' processes asks the hub."""
 
@@ -118,17 +116,8 @@ class _Server:
         self.loaded_with = _read_when_loaded(environment)
 
     def start(self, program: _Program, descriptors: Sequence[int]) -> int:
-        body, (answer, its) = pickle.dumps(program), os.pipe()
-        with self._lock, os.fdopen(answer, "rb", buffering=0), fork_server._adopting_orphans():
-            try:
-                socket.send_fds(self._link, [len(body).to_bytes(4, "little")], [*descriptors, its])
-                self._link.sendall(body)
-            finally:
-                os.close(its)
-            said = fork_server._heard(answer, _ANSWERS_WITHIN_S)
-        if not said:
-            raise RuntimeError(f"the server of programs for tests started none of {program.words}")
-        return int(said)
+        with self._lock:
+            return fork_server.ask_for(self._link, pickle.dumps(program), descriptors, _ANSWERS_WITHIN_S)
 
     def close(self) -> None:
         """End the server, but for what it has started."""
@@ -185,12 +174,7 @@ def _serve(link: socket.socket, own_path: Sequence[str]) -> Callable[[], None]:
     for end in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(end, signal.SIG_IGN)  # Meant for a group that it is in; it goes with its link.
     while True:
-        head, descriptors, _, _ = socket.recv_fds(link, 4, _MAX_DESCRIPTORS)
-        if not head:
-            os._exit(0)
-        left, body = int.from_bytes(head, "little"), b""
-        while len(body) < left:
-            body += link.recv(left - len(body)) or os._exit(0)
+        body, descriptors = fork_server.receive(link, _MAX_DESCRIPTORS)
         if (child := os.fork()) == 0:
             fork_server._leave_orphan()
             link.close()

@@ -195,7 +195,8 @@ class ForkServer:
                 link, printed = self._link(_loaded_for(settings.engines)), output if isinstance(output, int) else output.fileno()
                 if not self._is_ready(link, _LOADS_WITHIN_S):
                     raise OSError("no fork server is ready")
-                return Forked(_ask_for(link, _request_for(settings, module, name, environment), printed))
+                request = msgspec.msgpack.encode(_request_for(settings, module, name, environment))
+                return Forked(ask_for(link, request, [printed], _ANSWERS_WITHIN_S))
             except OSError:
                 self._end()
                 return None
@@ -339,15 +340,15 @@ def _umask() -> int:
     return int(found[1], 8) if found else -1
 
 
-def _ask_for(link: socket.socket, request: Fork, output: int) -> int:
+def ask_for(link: socket.socket, request: bytes, descriptors: Sequence[int], within_s: float) -> int:
     """Return the id of a process that a server has forked. Raises `OSError` if there is none."""
     answer, its = os.pipe()
     with os.fdopen(answer, "rb", buffering=0), _adopting_orphans():
         try:
-            ask(link, request, [output, its])
+            send(link, request, [*descriptors, its])
         finally:
             os.close(its)
-        if not (pid := _heard(answer, _ANSWERS_WITHIN_S)):
+        if not (pid := _heard(answer, within_s)):
             raise OSError("the fork server does not answer")
         return int(pid)
 
@@ -420,7 +421,11 @@ _BLAS_THREADS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_th
 
 def ask(link: socket.socket, request: Fork | Load, descriptors: Sequence[int]) -> None:
     """Send a request to a fork server. Raises `OSError` if it is gone."""
-    body = msgspec.msgpack.encode(request)
+    send(link, msgspec.msgpack.encode(request), descriptors)
+
+
+def send(link: socket.socket, body: bytes, descriptors: Sequence[int]) -> None:
+    """Send what `receive` gives on the other side. Raises `OSError` if it is gone."""
     socket.send_fds(link, [_LENGTH.pack(len(body))], list(descriptors))
     link.sendall(body)
 
@@ -452,7 +457,8 @@ def _forked(link: socket.socket, owner: int, own_path: Sequence[str]) -> Callabl
     while True:
         if any(descriptor != link.fileno() for descriptor, _ in poller.poll()):
             os._exit(0)
-        request, descriptors = _request(link)
+        body, descriptors = receive(link, 2)
+        request = _read_request(body)
         with contextlib.suppress(ChildProcessError):  # Servers that this one has forked.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -479,10 +485,10 @@ def _forked(link: socket.socket, owner: int, own_path: Sequence[str]) -> Callabl
             os.close(descriptor)
 
 
-def _request(link: socket.socket) -> tuple[Fork | Load, list[int]]:
-    """The next request; ends the process if there will be none."""
+def receive(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """The next request, with so many descriptors at most; ends the process if there will be none."""
     try:
-        head, descriptors, _, _ = socket.recv_fds(link, _LENGTH.size, 2)
+        head, descriptors, _, _ = socket.recv_fds(link, _LENGTH.size, most)
         while len(head) < _LENGTH.size:
             more = link.recv(_LENGTH.size - len(head))
             head += more or os._exit(0)
@@ -492,7 +498,7 @@ def _request(link: socket.socket) -> tuple[Fork | Load, list[int]]:
             body += more or os._exit(0)
     except OSError:
         os._exit(0)
-    return _read_request(body), descriptors
+    return body, descriptors
 
 
 def _leave_orphan() -> None:
