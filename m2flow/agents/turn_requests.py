@@ -168,7 +168,7 @@ class TurnQueue:
         known = self._contexts.get(packed)
         num_turns = 0 if known is None else known.num_turns
         self._num_continued[num_turns] += 1
-        place = _Place(time.monotonic() - waited_s, self._num_asked, self._num_given)
+        place = self._asked_at[packed] = _Place(time.monotonic() - waited_s, self._num_asked, self._num_given)
         self._num_asked += 1
         self._follows(packed, num_tokens, num_turns)
         of_same = self._waiting.setdefault(num_turns, {})
@@ -176,10 +176,8 @@ class TurnQueue:
         of_same[packed] = None
         if waited_s:
             later = [one for of in self._waiting.values() for other in of if other != packed and (one := self._asked_at[other]) > place]
-            place = place._replace(num_given=min((one.num_given for one in later), default=self._num_given))
+            self._asked_at[packed] = place._replace(num_given=min((one.num_given for one in later), default=self._num_given))
             self._moved.add(packed)
-        self._asked_at[packed] = place
-        if waited_s:
             self._waiting[num_turns] = dict.fromkeys(self.as_asked(of_same))
 
     def waited_s(self, packed: int) -> float:

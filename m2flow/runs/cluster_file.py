@@ -76,12 +76,8 @@ def load_cluster(path: str | Path) -> ClusterSpec:
             look_up()
         except M2FlowError as error:
             raise _wrong(error.what, error.now, names, path, _place_of(root, names)) from None
-    named = [
-        ("pin",),
-        ("shapes",),
-        ("functions", "latency_s"),
-        ("functions", "roles"),
-    ]  # Their keys are names of the flow, which is not known here.
+    # Their keys are names of the flow, which is not known here.
+    named = [("pin",), ("shapes",), ("functions", "latency_s"), ("functions", "roles")]
     given = ((*names, name) for names in named for name in _keys_of(data, names))
     return spec.placed({names: ":".join(map(str, (path, *_place_of(root, list(names))))) for names in given})
 
