@@ -8,6 +8,7 @@ branch    generate an episode anew from one of its turns on
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,14 +125,18 @@ def _packed(entry: Entry) -> int:
 
 
 def _spoken(one: Conversation) -> list[str]:
-    """Format a conversation of an episode: its prompt, and what the model said, turn by turn."""
+    """Format a conversation of an episode: its prompt, and turn by turn what the model was told and said."""
     reward = (f", by {one.by}" if one.by else "") + ("" if one.reward is None else f", reward {one.reward:g}")
     begins = [] if one.prompt is None else [f"    prompt:  {_one_line(one.prompt)}"]
-    return [f"  {one.name}{reward}", *begins, *(f"    turn {at}:  {_one_line(text)}" for at, text in enumerate(one.turns, 1))]
+    lines = [f"  {one.name}{reward}", *begins]
+    for at, (told, said) in enumerate(itertools.zip_longest(one.told, one.turns), 1):
+        lines += [f"    told:    {_one_line(told.strip())[:_LONGEST]}"] if told else []
+        lines += [] if said is None else [f"    turn {at}:  {_one_line(said)}"]
+    return lines
 
 
 _LONGEST = 400
-"""The most characters of a column of the dataset that are shown."""
+"""The most characters that are shown of a column of the dataset, or of what a model was told."""
 
 
 def _parts(of: Mapping[str, float]) -> str:

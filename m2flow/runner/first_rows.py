@@ -319,15 +319,17 @@ class _Trial:
                 now = f"Leave such rows out, or shorten them: {source.role}.within(policy, max_prompt_tokens=..., too_long='drop')."
                 what = f"{where}: its prompt has {counts[-1]:,} tokens, and the model's context is {context:,}"
                 raise DatasetError(what, where=source.site.describe(), now=now)
-        self._say(call, f"the first {len(counts)} rows of {source.role} have {_span(counts)} tokens each")
+        is_agent = "agent" in call.options
+        told = " in `prompt`, beside what the agent tells the model" if is_agent else ""
+        self._say(call, f"the first {len(counts)} rows of {source.role} have {_span(counts)} tokens each{told}")
         model = self._models[call.role]
-        if codec.template and not model.chat and rows.ragged("prompt").kind == "text" and call.role not in self._raw:
+        if codec.template and not model.chat and not is_agent and rows.ragged("prompt").kind == "text" and call.role not in self._raw:
             self._raw.add(call.role)
             self._say(call, "they are sent as raw texts; Policy(..., chat=True) writes them in the model's chat template")
         given = model.template
         if given.tools != "[]" and not presents_tools(codec.template):
             self._say(call, "the chat template writes no tools: the model does not see those of tools=")
-        for role in call.speakers if "agent" in call.options else ():
+        for role in call.speakers if is_agent else ():
             if (of := self._codec(call, role)) is not None and of.template:
                 self._look_at_template(call, of, role)
 

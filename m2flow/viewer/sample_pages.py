@@ -12,7 +12,6 @@ of the role's newest checkpoint in the run directory, or of the directory that i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from m2flow.errors import InternalError, SpecError
 from m2flow.micro.records.ledger import ENDINGS
-from m2flow.micro.records.sample_query import Conversation, Entry, SampleQuery
+from m2flow.micro.records.sample_query import Conversation, Entry, RunTokenizers, SampleQuery
 from m2flow.observe.spans import OF_EPISODES, SpanName, shown_name, with_turns
 from m2flow.samples import Batch, Finish, SampleId, Segment, expanded_experts, group_indices, prompt_positions, records_of
 from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, TURN, RunTrace, evaluation_calls
@@ -510,7 +509,7 @@ def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
     Raises:
         SpecError: the ledger can't be read. EngineError: rows can't be read.
     """
-    tokenizers = _Tokenizers(run_dir)
+    tokenizers = RunTokenizers(run_dir)
     with SampleQuery(run_dir) as query:
         for entry in query.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
             call, prompt, member = map(int, entry.sample.split("/"))
@@ -520,7 +519,7 @@ def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
             yield page
 
 
-def _page(entry: Entry, row: Batch, who: SampleId, tokenizers: _Tokenizers, updates: Sequence[str]) -> SamplePage:
+def _page(entry: Entry, row: Batch, who: SampleId, tokenizers: RunTokenizers, updates: Sequence[str]) -> SamplePage:
     tokens = [int(token) for token in row.ragged("tokens").values] if "tokens" in row else []
     shown = tokens[:MOST_TOKENS]
     spoken = [(start, end, tokenizers.of(role)) for start, end, role in _spoken(row, entry, len(tokens))]
@@ -644,41 +643,6 @@ def pieces_of(tokenizer: Tokenizer | None, tokens: list[int], *, are_texts: bool
             held = 0
             pieces.append(piece)
     return pieces
-
-
-@final
-class _Tokenizers:
-    """The tokenizers of a run's roles, each read when it is first asked for."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._known: dict[str, Tokenizer | None] = {}
-
-    def of(self, role: str) -> Tokenizer | None:
-        """A role's tokenizer; None: the run has none that can be read."""
-        if role not in self._known:
-            self._known[role] = self._read(role)
-        return self._known[role]
-
-    def _read(self, role: str) -> Tokenizer | None:
-        found = sorted((self._run_dir / "checkpoints").glob(f"**/{role}/tokenizer.json"), key=lambda path: path.stat().st_mtime)
-        file = found[-1] if found else self._at_source(role)
-        if file is None or not file.is_file():
-            return None
-        from tokenizers import Tokenizer
-
-        try:
-            return Tokenizer.from_file(str(file))
-        except Exception:  # The library raises a bare Exception for a file that it can't read.
-            return None
-
-    def _at_source(self, role: str) -> Path | None:
-        """Where the directory that a role's model is from has its tokenizer."""
-        try:
-            config = json.loads((self._run_dir / "config.json").read_text())
-            return Path(config["directory"], Path(config["models"][role]["path"]).expanduser(), "tokenizer.json")
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
 
 def _kinds(row: Batch, num_tokens: int) -> IntArray:

@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import zip_longest
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from m2flow.errors import OpError, OptionError, PlanError, StateLost, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering import capabilities
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.records.sample_query import SampleQuery, conversations_of
+from m2flow.micro.records.sample_query import RunTokenizers, SampleQuery, conversations_of
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Segment, sequences_of
@@ -414,6 +416,28 @@ def test_of_rows_with_one_sequence_each_none_is_cut(loop):
     offsets, of = sequences_of(Batch.concat([whole(loop, 0, players), whole(loop, 1, players)])) or ([], [])
     assert list(of) == [0, 0, 0, 1, 1, 1]
     assert len(offsets) == 7
+
+
+def test_samples_show_what_the_model_was_told_before_each_turn(loop, tmp_path, monkeypatch):
+    row, language = whole(loop, 2, players), host(loop).language
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: language.decode_all(tokens))
+    found = conversations_of(row, lambda by: tokenizer)
+    for one, (first, *segments) in zip(found, conversations(row).values(), strict=True):
+        assert first[0] == Segment.PROMPT
+        whole_text = language.decode_all([token for _, tokens in segments for token in tokens])
+        turns = [language.decode_all(tokens) for kind, tokens in segments if kind == Segment.GENERATED]
+        assert "".join(told + said for told, said in zip_longest(one.told, turns, fillvalue="")) == whole_text
+        assert not one.told[0], "the prompt stands by itself"
+    assert any(text for one in found for text in one.told)
+    assert not any(one.told for one in conversations_of(row)), "nobody knows its tokenizer"
+
+    run = SteppedRun(self_play, {"num_steps": 1, "batch": 1, "n": 2}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    asked = []
+    monkeypatch.setattr(RunTokenizers, "of", lambda self, role: asked.append(role) or tokenizer)
+    shown = CliRunner().invoke(cli, ["samples", str(run.run_dir), "--limit", "1"]).output.splitlines()
+    assert set(asked) == {"policy"}
+    assert [line for line in shown if line.startswith("    told:    ")], shown
 
 
 def test_samples_read_as_separate_conversations_in_the_terminal_and_in_the_viewer(tmp_path):

@@ -113,6 +113,20 @@ def total(values):
     ]
 
 
+def test_rows_of_an_agent_are_what_it_is_given_and_not_what_it_says(tmp_path: Path) -> None:
+    functions = """
+from m2flow import agent
+@agent
+async def solver(chat, row):
+    return float(len((await chat.say(row.prompt)).text))
+"""
+    body = "episodes = policy.rollout(solver, prompts.take(2), n=2, max_tokens=8)"
+    lines = said(plan(tmp_path, body, functions, model=DIGITS.parent / "chat"))
+    (line,) = [line for line in lines if line.startswith("policy.rollout")]
+    assert not lacks(line, "in `prompt`", "agent")
+    assert not lacks(lines[1], "policy.generate", "raw texts")
+
+
 def test_raw_texts_for_a_model_with_a_chat_template_are_called_so(tmp_path: Path) -> None:
     body, chat = "policy.update(responses, responses.length * 1.0)", DIGITS.parent / "chat"
     messages = '[{"prompt": [{"role": "user", "content": "12="}]}] * 2'

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import numpy as np
@@ -28,7 +29,10 @@ from m2flow.micro.records.accounting import moves
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
-from m2flow.samples import ENGINE_COLUMNS, EPISODE, MAIN, Batch, Finish, SampleId, records_of, sequences_of
+from m2flow.samples import ENGINE_COLUMNS, EPISODE, MAIN, Batch, Finish, SampleId, Segment, records_of, sequences_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
@@ -76,6 +80,9 @@ class Conversation:
     """Its first prompt; None where that is what another one had said so far, or what the template made of its own."""
     turns: list[str]
     """What the model said."""
+    told: list[str]
+    """What it was told before each of these turns beside the prompt, by tools, users or the environment, as the template wrote it. One more
+    where something was told after the last turn. Empty where the run's tokenizer can't be read."""
     reward: float | None
     """Its own, where the agent returned one."""
     by: str = ""
@@ -152,8 +159,12 @@ def text_of(row: Batch) -> Text:
     return Text(prompt, str(row.ragged("text").item(0)) if "text" in row else "", columns)
 
 
-def conversations_of(row: Batch) -> list[Conversation]:
-    """Return the conversations of a batch of one episode, in the order of its row; empty where it has one alone, of one turn."""
+def conversations_of(row: Batch, tokenizer_of: Callable[[str], Tokenizer | None] = lambda by: None) -> list[Conversation]:
+    """Return the conversations of a batch of one episode, in the order of its row; empty where it has one alone, of one turn.
+
+    Args:
+        tokenizer_of: the tokenizer of a speaker, by its name in the rollout; "" is the policy.
+    """
     record, found = records_of(row)[0], sequences_of(row)
     described = record.get("conversations", ())
     if not described and len(record.get("turns", ())) > 1:
@@ -162,12 +173,70 @@ def conversations_of(row: Batch) -> list[Conversation]:
     if len(described) != len(starts):
         return []
     turns, conversations = list(record["turns"]), list[Conversation]()
-    for one, start in zip(described, starts, strict=True):
+    segments = _segments(row)
+    for one, start, end in zip(described, starts, [*starts[1:], math.inf], strict=True):
         own, turns = turns[: one["num_turns"]], turns[one["num_turns"] :]
         reward = record.get("rewards", {}).get(record.get("rewarded", {}).get(one["name"]))
-        texts = [str(turn["text"]) for turn in own]
-        conversations.append(Conversation(one["name"], start, one["prompt"], texts, reward, one.get("by", "")))
+        texts, by = [str(turn["text"]) for turn in own], one.get("by", "")
+        told = _told([segment for segment in segments if start <= segment[1] < end], tokenizer_of(by))
+        conversations.append(Conversation(one["name"], start, one["prompt"], texts, told, reward, by))
     return conversations
+
+
+def _segments(row: Batch) -> list[tuple[Segment, int, list[int]]]:
+    """The segments of a batch of one sample: kind, place of the first token, tokens."""
+    if "segment_kinds" not in row:
+        return []
+    ends = np.cumsum(row.ragged("segment_lengths").values).tolist()
+    tokens, kinds = row.ragged("tokens").values, row.ragged("segment_kinds").values.tolist()
+    return [(Segment(kind), start, tokens[start:end].tolist()) for kind, start, end in zip(kinds, [0, *ends], ends, strict=False)]
+
+
+def _told(segments: Sequence[tuple[Segment, int, list[int]]], tokenizer: Tokenizer | None) -> list[str]:
+    if tokenizer is None:
+        return []
+    told, held = list[str](), ""
+    for kind, _, tokens in segments:
+        if kind in (Segment.GENERATED, Segment.SHARED):
+            told, held = [*told, held], ""
+        elif kind is not Segment.PROMPT:
+            held += tokenizer.decode(tokens, skip_special_tokens=False)
+    return [*told, held] if held else told
+
+
+@final
+class RunTokenizers:
+    """The tokenizers of a run's roles, each read when it is first asked for."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._known: dict[str, Tokenizer | None] = {}
+
+    def of(self, role: str) -> Tokenizer | None:
+        """A role's tokenizer; None: the run has none that can be read."""
+        if role not in self._known:
+            self._known[role] = self._read(role)
+        return self._known[role]
+
+    def _read(self, role: str) -> Tokenizer | None:
+        found = sorted((self._run_dir / "checkpoints").glob(f"**/{role}/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+        file = found[-1] if found else self._at_source(role)
+        if file is None or not file.is_file():
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception:  # The library raises a bare Exception for a file that it can't read.
+            return None
+
+    def _at_source(self, role: str) -> Path | None:
+        """Where the directory that a role's model is from has its tokenizer."""
+        try:
+            config = json.loads((self._run_dir / "config.json").read_text())
+            return Path(config["directory"], Path(config["models"][role]["path"]).expanduser(), "tokenizer.json")
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 @final
@@ -234,6 +303,7 @@ class SampleQuery:
         self._run_dir = run_dir
         self._records: dict[Place, Batch] = {}
         self._index: TextIndex | None = None
+        self._tokenizers = RunTokenizers(run_dir)
 
     def __enter__(self) -> SampleQuery:
         path = self._run_dir / "ledger.db"
@@ -407,7 +477,7 @@ class SampleQuery:
             versions=versions,
             mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
             life=self._life(packed, known, str(segment), versions, rewards),
-            conversations=conversations_of(row),
+            conversations=conversations_of(row, lambda by: self._tokenizers.of(_role_of(row, known["call"], by))),
         )
 
     def _life(self, packed: int, known: dict[str, Any], segment: str, versions: list[int], rewards: list[tuple[Any, ...]]) -> list[str]:
@@ -462,6 +532,12 @@ class SampleQuery:
                 f"the condition can't be used: {error}",
                 now=f"It is an SQL expression over {', '.join(COLUMNS)}, and may search: matches('words').",
             ) from None
+
+
+def _role_of(row: Batch, call: str, by: str) -> str:
+    """The role of a speaker of an episode; "" is the policy, whose call it is."""
+    roles: Mapping[str, str] = records_of(row)[0].get("speakers", {})
+    return roles.get(by, by) if by else call.partition(".")[0]
 
 
 def _texts(rows: Batch) -> Iterator[tuple[str, str, float | None]]:
