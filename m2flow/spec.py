@@ -127,8 +127,8 @@ class FunctionSpec(_Strict):
     """Processes. `auto`: as many as the search of `placement: auto` (or of pools) predicts to be fastest, at most one for each core."""
     roles: dict[str, Annotated[int, Field(ge=1, le=_MOST_PROCESSES)] | Literal["auto"]] = {}
     """Processes of its own for a role, a reward or an op, by its name: `{actor: 1, simulator: 4}`; all others share `workers`. A task of
-    theirs has at most half of a process's share of the rows, so that some are stepped while others are inferred. `auto`: searched, in a
-    flow without models; `workers: auto` alone also tries processes of their own for all roles."""
+    theirs has at most half of a process's share of the rows, so that some are stepped while others are inferred. `auto`: searched. In a
+    flow without models `workers: auto` alone also tries processes of their own for all roles."""
     chunk: int = Field(default=64, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task."""
     concurrency: int = Field(default=1, ge=1, le=_MOST_PROCESSES)

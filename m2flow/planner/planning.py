@@ -8,8 +8,9 @@
 says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` applies.
 
 With `functions: {workers: auto}` the search also chooses the number of processes for functions, simulators among them: the fewest within 1%
-of the fastest. A flow without models is planned by this alone, and by which roles have processes of their own: each candidate's step is
-simulated (`_Schedule`), row by row, as the scheduler would hand the rows out. So a simulator that steps some lanes while an actor infers
+of the fastest; with `roles: {simulator: auto}` those of a role's own, too. A flow without models is planned by this alone, and by which
+roles have processes of their own: each candidate's step is simulated (`_Schedule`), row by row, as the scheduler would hand the rows out.
+So a simulator that steps some lanes while an actor infers
 for others is predicted to take the longer of both, not their sum. Limits: lanes that stay with their process drift from step to step, so
 that processes which all share may be some percent slower or faster in the run; what functions and engines take from each other on one
 machine's cores is in no prediction; and the steps of a flow whose calls use results of the step before (`--behind`) may overlap more.
@@ -89,31 +90,60 @@ class Question:
             return find_plan(self.workload, self.lengths, self.costs, spec, is_alone=is_alone, check=self.check)
         if not self.workload.engines:
             return choose_processes(self.workload, self.costs, spec, is_alone=is_alone)
-        if "auto" in spec.functions.roles.values():
-            role = next(role for role, num in spec.functions.roles.items() if num == "auto")
-            raise SpecError(
-                f"functions.roles.{role}: auto is for flows without models",
-                where=spec.where("functions", "roles", role),
-                now="Give a number, or leave it out: `workers: auto` then counts its work too.",
-            )
-        started = time.perf_counter()
-        tried = _numbers_up_to(spec.num_cores)
-        found = {num: self._with_processes(num, spec, is_alone=True) for num in tried}
+        started, (found, is_exact) = time.perf_counter(), self._by_processes(spec)
         best_s = min(choice.predicted_step_s for choice in found.values())
-        best = next(num for num, choice in found.items() if choice.predicted_step_s <= best_s * _AS_FAST)
-        whole = found[best] if is_alone else self._with_processes(best, spec, is_alone=False)
+        layout = min(
+            [one for one, choice in found.items() if choice.predicted_step_s <= best_s * _AS_FAST],
+            key=lambda one: (sum(num for _, num in one), found[one].predicted_step_s),
+        )
+        if is_alone:
+            return msgspec.structs.replace(found[layout], search_s=time.perf_counter() - started, is_exact=is_exact)
+        whole = self._with_processes(dict(layout), spec, is_alone=False)
+        if spec.functions.roles:
+            ends = (min(found, key=lambda one: sum(num for _, num in one)), max(found, key=lambda one: sum(num for _, num in one)))
+            why = ("they are too few", "more gain nothing")
+            others = [
+                Loser(_in_words(dict(end)), found[end].predicted_step_s, reason, found[end].parts)
+                for end, reason in zip(ends, why, strict=True)
+                if end != layout
+            ]
+        else:
+            others = _others({dict(one)["*"]: choice for one, choice in found.items()}, dict(layout)["*"])
         return msgspec.structs.replace(
-            whole,
-            losers=() if is_alone else (*whole.losers, *_others(found, best)),
-            search_s=time.perf_counter() - started,
-            is_exact=whole.is_exact and len(tried) == tried[-1],
+            whole, losers=(*whole.losers, *others), search_s=time.perf_counter() - started, is_exact=whole.is_exact and is_exact
         )
 
-    def _with_processes(self, num: int, spec: ClusterSpec, *, is_alone: bool) -> Choice:
-        """The fastest plan with so many processes for functions."""
-        fixed = spec.model_copy(update={"functions": spec.functions.model_copy(update={"workers": num})})
+    def _by_processes(self, spec: ClusterSpec) -> tuple[dict[tuple[tuple[str, int], ...], Choice], bool]:
+        """The fastest plan for each tried number of processes by role (`*`: those that all others share); and whether none may be faster.
+
+        One number alone is tried up to a process for each core. Of several, one after the other is set to what is fastest with the others
+        as they are, until none gains.
+        """
+        given: dict[str, int | str] = {"*": spec.functions.workers, **spec.functions.roles}
+        numbers = {name: [num] if isinstance(num, int) else _numbers_up_to(spec.num_cores) for name, num in given.items()}
+        searched = [name for name, num in given.items() if num == "auto"]
+        layout = {name: nums[0] for name, nums in numbers.items()}
+        most = max(spec.num_cores, sum(layout.values()))
+        found: dict[tuple[tuple[str, int], ...], Choice] = {}
+        is_better = True
+        while is_better:
+            before = dict(layout)
+            for name in searched:
+                tried = [one for num in numbers[name] if sum((one := layout | {name: num}).values()) <= most]
+                for one in tried:
+                    if (key := tuple(one.items())) not in found:
+                        found[key] = self._with_processes(one, spec, is_alone=True)
+                best_s = min(found[tuple(one.items())].predicted_step_s for one in tried)
+                layout = next(one for one in tried if found[tuple(one.items())].predicted_step_s <= best_s * _AS_FAST)
+            is_better = layout != before and len(searched) > 1
+        return found, len(searched) == 1 and len(numbers[searched[0]]) == numbers[searched[0]][-1]
+
+    def _with_processes(self, layout: Mapping[str, int], spec: ClusterSpec, *, is_alone: bool) -> Choice:
+        """The fastest plan with so many processes for functions, by role."""
+        own = {role: num for role, num in layout.items() if role != "*"}
+        fixed = spec.model_copy(update={"functions": spec.functions.model_copy(update={"workers": layout["*"], "roles": own})})
         choice = find_plan(self.workload, self.lengths, self.costs, fixed, is_alone=is_alone, check=self.check)
-        return msgspec.structs.replace(choice, num_function_workers=num)
+        return msgspec.structs.replace(choice, num_function_workers=layout["*"], num_own_workers=own or None)
 
 
 _AS_FAST = 1.01

@@ -15,6 +15,7 @@ from m2flow.environments.env import Env, Spaces, Step
 from m2flow.errors import SpecError
 from m2flow.macro.flow import load_flow
 from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.plan import Choice
 from m2flow.runs.planning import Planned, Simulation, known_values, make_plan
 from m2flow.spec import ClusterSpec, FunctionSpec, base_of
 
@@ -143,10 +144,26 @@ def test_a_role_that_the_flow_does_not_have_is_refused_and_so_is_a_number_that_n
     assert "'actor'" in refused.value.now
     with pytest.raises(ValueError, match="say `placement: auto` too"):
         ClusterSpec(functions=FunctionSpec(roles={"actor": "auto"}))
-    grpo = load_flow("flows/grpo.py")
-    spec = ClusterSpec(placement="auto", device="cpu", cores=2, functions=FunctionSpec(roles={"is_sorted": "auto"}))
-    with pytest.raises(SpecError, match="auto is for flows without models"):
-        make_plan(grpo, "grpo", {}, spec, steps=1, seed=0, known=known_values((), None), tries=False)
+
+
+@pytest.mark.parametrize("workers", [1, "auto"])
+def test_beside_models_a_slow_reward_gets_as_many_processes_of_its_own_as_are_fastest(workers: int | str) -> None:
+    def planned_at(latency_s: float, own: int | str) -> Choice:
+        functions = FunctionSpec(workers=workers, roles={"is_sorted": own}, latency_s={"is_sorted.score": latency_s})
+        spec = ClusterSpec(placement="auto", device="cpu", cores=4, functions=functions)
+        made = make_plan(load_flow("flows/grpo.py"), "grpo", {}, spec, steps=1, seed=0, known=known_values((), None), tries=False)
+        assert made.plan.choice is not None
+        hosts = [slot.hosted for worker in made.plan.workers for slot in worker.engines if slot.kind == "function"]
+        assert hosts.count("functions of is_sorted") == (made.plan.choice.num_own_workers or {"is_sorted": own})["is_sorted"]
+        return made.plan.choice
+
+    quick, slow = planned_at(1e-6, "auto"), planned_at(0.5, "auto")
+    assert quick.num_own_workers == {"is_sorted": 1}
+    assert slow.num_own_workers is not None
+    assert 1 < slow.num_own_workers["is_sorted"] <= 3, "one of the four cores is of the functions that share"
+    assert any("of is_sorted" in loser.what for loser in slow.losers)
+    by_hand = min(planned_at(0.5, num).predicted_step_s for num in (2, 3))
+    assert slow.predicted_step_s <= by_hand * 1.01 + 1e-9
 
 
 def test_a_role_of_a_call_is_what_stands_before_its_method_and_line() -> None:
