@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import programs
+
 from m2flow.engines.servers.inference_server import PrivateDirectory, remove_abandoned
 
 HOLDS = """
@@ -25,7 +27,7 @@ sys.stdin.read()
 
 def holder(parent: Path) -> tuple[subprocess.Popen[str], Path, int]:
     command = [sys.executable, "-c", HOLDS, str(parent)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = programs.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     path, guard = process.stdout.readline().split()
     return process, Path(path), int(guard)
