@@ -332,6 +332,12 @@ MODELS = {
         ["<start_function_response>", "<start_function_response>", "<end_of_turn>", "<start_function_response>"],
     ),
 }
+PUBLISHED = Path(__file__).parents[1] / "expected" / "templates"
+"""Templates as their vendors publish them."""
+MODELS |= {
+    f"{name}, published": MODELS[name]._replace(template=(PUBLISHED / f"{file}.jinja").read_text())
+    for name, file in {"Qwen2.5": "qwen2_5", "Qwen3": "qwen3", "GLM-4.6": "glm4moe", "gpt-oss": "gptoss"}.items()
+}
 ADD = {
     "type": "function",
     "function": {
@@ -383,7 +389,7 @@ def test_tools_calls_and_results_are_the_tokens_that_the_template_would_write_at
     conversation = Conversation(codec)
     ids = conversation.begun("How much is it?", [ADD])
     assert "add" in codec.decode_all(ids), "the model sees the tool"
-    parallel = 1 if name == "gpt-oss" else 2  # Its call ends a turn.
+    parallel = 1 if model.family == "harmony" else 2  # Its call ends a turn.
     for at, expected in enumerate([[1], [2, 3][:parallel], [], [1]]):
         made, text, calls = heard(codec, conversation, name, at)
         ids += made
@@ -421,7 +427,7 @@ MANNERS: Mapping[str, Manner] = {
 def test_of_a_tokenizer_that_merges_too_tools_and_results_are_as_the_template_has_them(name: str) -> None:
     model, dice = MODELS[name], random.Random(name)
     special = model.special.split(" ")
-    tokenizer = trained_tokenizer(MANNERS.get(name, "qwen"), special, model.template)
+    tokenizer = trained_tokenizer(MANNERS.get(name.removesuffix(", published"), "qwen"), special, model.template)
     ends = frozenset(map(tokenizer.convert_tokens_to_ids, special[: model.num_ends]))
     codec = TextCodec(tokenizer, ends, chat=True, template=ChatTemplate())
     for _ in range(12):
@@ -436,6 +442,46 @@ def test_of_a_tokenizer_that_merges_too_tools_and_results_are_as_the_template_ha
             conversation.accepted(new)
             ids, sampled = [*ids, *made, *bridge], [*sampled, *[True] * len(made), *[False] * len(bridge)]
             num_merged_otherwise(codec, ids, sampled, codec.encode_target(whole(codec, conversation)))
+
+
+_DEEPSEEK = "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜>"
+SPECIAL = {
+    "qwen2_5": _IM,
+    "qwen3": _IM,
+    "deepseekv3": _DEEPSEEK,
+    "deepseek_r1_distill": _DEEPSEEK,
+    "glm4moe": MODELS["GLM-4.6"].special,
+    "gptoss": MODELS["gpt-oss"].special,
+    "phi3": "<|end|> <|user|> <|assistant|> <|system|>",
+    "phi3_5": "<|end|> <|user|> <|assistant|> <|system|>",
+}
+"""Special tokens of the published templates, that which ends a turn first."""
+BEFORE = {"gptoss": "<|channel|>final<|message|>", "glm4moe": "\n<think></think>\n"}
+"""What a model writes before what it says."""
+REWRITING = ("deepseekv3", "deepseek_r1_distill", "gptoss")
+"""These write `<think>` for the model, or the end of its turn, otherwise once it has spoken; what was sampled stays."""
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_conversation_has_the_tokens_that_the_published_template_writes_at_once(name: str, tmp_path: Path) -> None:
+    special = SPECIAL[name].split(" ")
+    tokenizer = byte_tokenizer(tmp_path, special=special, chat_template=(PUBLISHED / f"{name}.jinja").read_text())
+    codec = TextCodec(tokenizer, frozenset([tokenizer.convert_tokens_to_ids(special[0])]), chat=True, template=ChatTemplate())
+    conversation = Conversation(codec)
+    ids = conversation.begun("How much is it?", [])
+    for at in range(3):
+        made = codec.encode_target(f"{BEFORE.get(name, '')}It is {at}.\n Is it?{special[0]}")
+        conversation.heard(made, codec.decode(made), is_whole=True, tools=lambda call: "")
+        new = [{"role": "user", "content": f"And {at}?"}]
+        ids += made + conversation.followed(new)
+        conversation.accepted(new)
+        anew = codec.conversation(conversation.messages, [])
+        if name in REWRITING:
+            assert codec.decode_all(ids) != anew
+            assert rewrites(codec, "user", has_tools=False), "and a plan says so"
+        else:
+            assert codec.decode_all(ids) == anew
+            assert ids == codec.encode_target(anew)
 
 
 @pytest.mark.parametrize("name", MODELS)
