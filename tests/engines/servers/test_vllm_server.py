@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,3 +131,29 @@ def test_samples_have_the_experts_that_a_server_says_and_none_of_the_last_token(
         with pytest.raises(EngineError, match="does not return routed experts"):
             engine.start()
         engine.stop()
+
+
+def test_a_server_is_asked_for_no_cache_of_other_weights_nor_of_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    salts: list[object] = []
+    salted = VllmRollout._salted
+
+    def noted(engine: VllmRollout, tokens: list[int], parameters: Mapping[str, object]) -> dict[str, object]:
+        body = salted(engine, tokens, parameters)
+        salts.append(body["cache_salt"])
+        return body
+
+    monkeypatch.setattr(VllmRollout, "_salted", noted)
+    model = write_model(tmp_path, mixture_config())
+    of_weights: list[set[object]] = []
+    with vllm_server() as url:
+        for _ in range(2):
+            engine = VllmRollout(model, EngineSettings(options={"url": url, "routed_experts": True}))
+            with started(lambda _, engine=engine: engine):
+                for version in (0, 1):
+                    if version:
+                        engine.load_weights(list(engine.weights()), version)
+                    salts.clear()
+                    generate(engine, [make_request(prompt, version, Sampling(5, temperature=0.0)) for prompt in range(2)])
+                    of_weights.append(set(salts))
+    assert [len(one) for one in of_weights] == [1] * 4, "requests of the same weights share what they have read"
+    assert len(set.union(*of_weights)) == 4
