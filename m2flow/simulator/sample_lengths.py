@@ -120,6 +120,8 @@ class Drawn:
         self._totals = np.array([sum(turn.num_tokens for turn in one) for one in episodes.episodes], np.int64)
         self._rounds = Rounds()
         self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
+        self._mean_tokens: dict[int, float] = {}
+        """By call; 0 of one without samples."""
         self._num_of_step: dict[int, int] = {}
         self._replayed: set[int] = set()
         self.num_drawn = 0
@@ -143,6 +145,7 @@ class Drawn:
             if self._stops or call.role not in self._trained:
                 responses = np.minimum(responses, sampling.max_new_tokens)
         self._by_call[call.ordinal] = prompts, responses
+        self._mean_tokens[call.ordinal] = float(prompts.mean() + responses.mean()) if responses.size else 0.0
 
     def response_tokens(self, packed: int) -> int:
         """Tokens that a sample generates in all."""
@@ -179,7 +182,7 @@ class Drawn:
     @property
     def mean_tokens(self) -> float:
         """Mean tokens of a sample, its prompt included, over the generate calls so far."""
-        means = [float(prompts.mean() + responses.mean()) for prompts, responses in self._by_call.values() if responses.size]
+        means = [mean for mean in self._mean_tokens.values() if mean]
         return sum(means) / max(len(means), 1)
 
     def is_drawn(self, packed: int) -> bool:
@@ -206,6 +209,12 @@ class Drawn:
 
     def forget(self, call: int) -> None:
         self._by_call.pop(call, None)
+        self._mean_tokens.pop(call, None)
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether samples of agents are drawn as episodes of several turns."""
+        return bool(self._episodes)
 
     def _draw(self, step: int, number: int, num_prompts: int, n: int) -> tuple[IntArray, IntArray]:
         recorded = self._lengths.num_steps()

@@ -744,7 +744,9 @@ class VirtualWorker:
             self._around.rests(self.name, self._is_resting)
 
     def _report_later(self) -> None:
-        """Schedule a load report after so many turns."""
+        """Schedule a load report after so many turns, if there will be anything to say in one."""
+        if self._reports != "loads" and not self._around.drawn.has_episodes:
+            return
         turn_s = max((sum(self.machine.decode[role].seconds(1) for role in roles) for roles in self.machine.lanes), default=0.0)
         if self._report_every and not self._is_reporting and self._running and turn_s:
             self._is_reporting = True
