@@ -41,7 +41,14 @@ _ANSWERS_WITHIN_S = 120.0
 _ABOVE = 500
 """Descriptors of a program are kept at numbers from here on until each is where it belongs."""
 _MAX_DESCRIPTORS = 64
-_LOADED = (fork_server.WORKER, *fork_server._ENGINES, "m2flow.runner.run", "matplotlib.figure")
+_LOADED = (
+    *(fork_server.WORKER, *fork_server._ENGINES),
+    *(f"m2flow.{name}" for name in ("runner.run", "macro.critics", "macro.evaluation", "agents.http_sessions", "agents.mcp_tools")),
+    *(f"m2flow.{name}" for name in ("engines.functions", "engines.process_pool", "micro.records.audit", "simulator.simulation")),
+    *("m2flow.viewer.analysis", "transformers.models.qwen2.modeling_qwen2", "tensorboardX", "opentelemetry.sdk.trace"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg"),
+)
+"""What a run of a model that tests use loads, its curve and its records included."""
 _READ_LATER = ("PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
 """Variables of workers that nothing reads when it is loaded on a machine without GPUs. None of the tests' processes asks the hub."""
 
@@ -164,6 +171,9 @@ def serve(descriptor: int) -> None:
         importlib.import_module("m2flow.cli" + f".{command.stem}" * (command.stem != "__init__"))
     for module in _LOADED:
         importlib.import_module(module)
+    from transformers import conversion_mapping
+
+    conversion_mapping.get_checkpoint_conversion_mapping("qwen2")  # A thousand expressions, compiled when a process saves its first model.
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a module that is loaded for programs of tests has started a thread")
     gc.freeze()
@@ -203,6 +213,7 @@ def _become(program: _Program, descriptors: Sequence[int], own_path: Sequence[st
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environb.update(program.environment)
+    os.environ["M2FLOW_RESTARTED"] = "1"  # Matrix libraries were loaded with what an eager run would start itself again for.
     os.chdir(program.cwd)
     os.umask(program.umask)
     answer = aside.pop()
