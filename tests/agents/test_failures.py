@@ -23,6 +23,7 @@ from m2flow.agents.tools import EventLoop, Tool
 from m2flow.engines.contract import Generated, Sums
 from m2flow.errors import EngineError, MissingExtra, MissingTier, OpError, OptionError, TraceError
 from m2flow.micro.protocol.update_semantics import UpdateTally
+from m2flow.observe.metrics import read_metrics
 from m2flow.observe.spans import Recorder
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
@@ -572,19 +573,22 @@ def test_a_run_whose_episodes_fail_says_how_they_do(who, says, tmp_path):
 
 
 @agent
-async def waits_for_its_own(chat: Chat, row: Sample) -> float:
+async def waits_until_it_is_counted(chat: Chat, row: Sample) -> float:
     await chat.say("?", max_tokens=3)
-    await asyncio.sleep(0.6)
-    return 1.0
+    for _ in range(300):
+        if 2 in sys.modules["m2flow.observe.spans"].counted:  # type: ignore[attr-defined]
+            return 1.0
+        await asyncio.sleep(0.01)
+    return 0.0
 
 
 @flow
 def waiting() -> None:
     policy = Policy("fake", optimizer=AdamW(1e-3))
-    log(reward=policy.rollout(waits_for_its_own, Dataset([{"prompt": "?"}]).take(1), n=2, max_tokens=20).reward.mean())
+    log(found=policy.rollout(waits_until_it_is_counted, Dataset([{"prompt": "?"}]).take(1), n=2, max_tokens=20).reward.mean())
 
 
-def test_episodes_without_a_turn_or_a_tool_under_way_are_counted_while_nothing_else_passes(tmp_path, monkeypatch):
+def test_episodes_without_a_turn_or_a_tool_under_way_are_counted_while_they_wait(tmp_path, monkeypatch):
     monkeypatch.setattr("m2flow.agents.episodes._SILENT_S", 0.1)
     monkeypatch.setattr("m2flow.micro.worker.worker._COUNT_NS", 50_000_000)
     counted: list[float] = []
@@ -595,8 +599,10 @@ def test_episodes_without_a_turn_or_a_tool_under_way_are_counted_while_nothing_e
         count(self, name, value, at_ns)
 
     monkeypatch.setattr(Recorder, "count", noted)
-    SteppedRun(waiting, {}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs"))).execute()
-    assert 2 in counted
+    monkeypatch.setattr("m2flow.observe.spans.counted", counted, raising=False)
+    run = SteppedRun(waiting, {}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    assert read_metrics(run.run_dir)["found"][0][1] == 1.0
 
 
 def test_an_episode_whose_turn_or_tool_is_under_way_is_not_silent(loop, monkeypatch):
