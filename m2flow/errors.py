@@ -19,6 +19,7 @@
     ├── ModelError               a model path that is missing or broken
     ├── EngineError              an engine can't start, or failed at work
     │   ├── MissingExtra         a package that is not installed, and how to get it
+    │   ├── MissingTier          a machine that can't give the tier of a sandbox, and what it lacks
     │   ├── NoReward             an episode in an environment has ended, and no step of it had a reward
     │   ├── HostError            the machine refuses: a full or failing disk, no permission, no memory, files or threads left
     │   └── OutOfMemory          an engine's device or host memory is used up, and by what
@@ -172,6 +173,10 @@ class EngineError(M2FlowError, RuntimeError):
 
 class MissingExtra(EngineError, ImportError):
     """A package is needed that is not installed."""
+
+
+class MissingTier(EngineError):
+    """This machine can't give a tier of `Sandbox`, to no program."""
 
 
 class NoReward(EngineError):

@@ -26,6 +26,7 @@ import collections
 import concurrent.futures
 import contextlib
 import datetime
+import errno
 import itertools
 import json
 import math
@@ -43,7 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, final, get_args
 
-from m2flow.errors import EngineError, MissingExtra, OptionError
+from m2flow.errors import EngineError, MissingExtra, MissingTier, OptionError
 
 Tier = Literal["box", "fork", "monty"]
 Over = Literal["", "wall", "cpu", "memory", "output"]
@@ -201,6 +202,8 @@ def _binds(packages: bool) -> list[str]:
 
 _zygotes: dict[_Kind, _Zygote] = {}
 _refusals: dict[_Kind, str] = {}
+_PASSING = tuple(map(os.strerror, (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)))
+"""Why an interpreter may fail to start once, and start later."""
 _starting = threading.Lock()
 
 
@@ -208,7 +211,7 @@ def _zygote(kind: _Kind) -> _Zygote:
     """The warm interpreter of a kind, started and probed if there is none that lives.
 
     Raises:
-        EngineError: this machine can't contain a program so.
+        MissingTier: this machine can't contain a program so. MissingExtra: a package is missing. EngineError: none starts just now.
     """
     with _starting:
         found = _zygotes.get(kind)
@@ -225,8 +228,10 @@ def _zygote(kind: _Kind) -> _Zygote:
             made.close()
             if made.lacks_module:
                 raise MissingExtra(f"a sandbox can't import what it is to have at hand: {why}", now="Install it, or change preload=.")
+            if why.endswith(_PASSING):
+                raise EngineError(f"the interpreter of a sandbox did not start: {why}")
             _refusals[kind] = why
-    raise EngineError(
+    raise MissingTier(
         f"this machine can't box the code that a model wrote: {_refusals[kind]}",
         now="Allow user namespaces with mounts and seccomp filters (in a container: its profile), or accept less containment: "
         'UnitTests(box="limits"), Sandbox("fork").',
@@ -432,20 +437,20 @@ class _Box:
         zygote = _zygote(self._kind)
         if self.tier == "fork":
             self._folder = tempfile.TemporaryDirectory(prefix="m2flow-box-", ignore_cleanup_errors=True)
-        connection = zygote.ask(_settings(self.limits, self._folder.name if self._folder else "", shows_proc=self._shows_proc))
         try:
-            connection.settimeout(_START_S)
-            told = _receive(connection)[0]
+            self._connection = zygote.ask(_settings(self.limits, self._folder.name if self._folder else "", shows_proc=self._shows_proc))
+            self._connection.settimeout(_START_S)
+            told = _receive(self._connection)[0]
             if "missing" in told:
                 raise EngineError(f"a sandbox can't be made: {told['missing']}", now="Install what is missing, or take another tier.")
-        except OSError as error:
-            raise EngineError(
-                f"a sandbox did not come up in {_START_S:.0f} s: {error}", now="The machine may be overloaded: run fewer sandboxes at once."
-            ) from None
-        except EngineError:
-            connection.close()
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                raise EngineError(
+                    f"a sandbox did not come up in {_START_S:.0f} s: {error}",
+                    now="The machine may be overloaded: run fewer sandboxes at once.",
+                ) from None
             raise
-        self._connection = connection
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None
@@ -593,9 +598,9 @@ class Sandbox(_Box):
         preload: packages that every box has imported already (implies `packages`).
         shows_proc: whether `/proc` shows the box's processes; else it is empty.
     Raises:
-        EngineError: on entering, if this machine can't give the tier; it says what is missing. While it is used, if the box itself fails:
-            that is never a program's result.
-        MissingExtra: the tier or `preload` needs a package that is not installed.
+        MissingTier: on entering, if this machine can't give the tier; it says what is missing.
+        MissingExtra: the tier or `preload` needs a package that is not installed. In an episode, both end the run.
+        EngineError: the box itself fails; that is never a program's result.
 
     Calls of one box take turns; any number of boxes may be open, of which a few at a time run a program. Variables and files stay from one
     turn to the next. A turn that is ended leaves the variables of the turn before (`result.state == "rolled back"`); its threads and child

@@ -59,7 +59,7 @@ from m2flow.agents.tools import (
     parameters,
 )
 from m2flow.engines.contract import Generated
-from m2flow.errors import DatasetError, M2FlowError, OpError, OptionError, SpecError
+from m2flow.errors import DatasetError, M2FlowError, MissingExtra, MissingTier, OpError, OptionError, SpecError
 from m2flow.recipe import EpisodeFailure, Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits
 
@@ -327,6 +327,13 @@ class Table:
     """Is called where two conversations are at work at the same time."""
     at_work: dict[str, int] = field(default_factory=dict)
     """The conversations of which a turn or a tool is waited for. Seen from here, as the agent asks, it does not depend on time."""
+    worked_s: float = field(default_factory=time.monotonic)
+    """When the last turn or tool call ended, or else the episode began."""
+
+    @property
+    def idle_s(self) -> float:
+        """For how long no turn and no tool call has been under way; 0 where one is, or waits for an engine. Any thread may ask."""
+        return 0.0 if self.at_work else time.monotonic() - self.worked_s
 
     def begins_work(self, name: str) -> None:
         """Note that something of a conversation is waited for, until `ends_work`."""
@@ -339,6 +346,7 @@ class Table:
         if self.at_work[name] > 1:
             self.at_work[name] -= 1
         else:
+            self.worked_s = time.monotonic()
             del self.at_work[name]
 
     def take(self, name: str, parent: str, by: str) -> None:
@@ -598,8 +606,10 @@ class Chat:
             outcome = await found.run(arguments, opened, self._link.threads, lambda: runs.append(time.monotonic_ns()))
             came = "error" if outcome.is_error else "ok"
             return outcome
-        except EpisodeFailed:
+        except EpisodeFailed as error:
             came = "failed"
+            if (lack := lack_of(error)) is not None:  # Here, since an agent may go on without the tool.
+                self._table.end_run(lack)
             raise
         finally:
             if runs:
@@ -739,6 +749,11 @@ class Chat:
         return self._conversation.texts_of(tokens)
 
 
+def idle_s_of(chat: Chat) -> float:
+    """For how long no turn and no tool call has been under way in the episode of a chat."""
+    return chat._table.idle_s
+
+
 _OTHER_FLOW = "The record must be of a run of this flow, with the same options and seed."
 
 
@@ -748,6 +763,13 @@ def _shown(name: str, arguments: Mapping[str, object]) -> str:
 
 def _messages(new: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": new}] if isinstance(new, str) else list(new)
+
+
+def lack_of(error: BaseException | None) -> M2FlowError | None:
+    """What the worker lacks, where an error comes of that: a package, or a sandbox's tier. Each episode that needs it would fail so."""
+    while error is not None and not isinstance(error, MissingExtra | MissingTier):
+        error = error.__cause__
+    return error
 
 
 @final

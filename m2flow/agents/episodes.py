@@ -49,7 +49,22 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
-from m2flow.agents.chat import Agent, Asked, Chat, Known, Passed, Pieces, Reply, Resources, Rewards, Table, Told, not_recorded, reward_of
+from m2flow.agents.chat import (
+    Agent,
+    Asked,
+    Chat,
+    Known,
+    Passed,
+    Pieces,
+    Reply,
+    Resources,
+    Rewards,
+    Table,
+    Told,
+    lack_of,
+    not_recorded,
+    reward_of,
+)
 from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcript
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall, is_stopped
 from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting, is_limited
@@ -65,6 +80,8 @@ _PATIENCE_FOR_SPEAKERS_S = 0.001
 """The same where a speaker in another process has its turn."""
 _READY_SHARE = 8
 """An engine that decodes by itself gets one turn more for so many that it decodes at once."""
+_SILENT_S = 600.0
+"""An episode that nothing is known of for so long is reported."""
 _MOST_SHOWN = 3
 """Failures of agents that are printed with traceback."""
 
@@ -148,6 +165,8 @@ class _Episode:
         num_recorded = sum(len(strands[-1].tokens) for strands in stopped.conversations.values() if strands)
         self.num_tokens = max(num_recorded, _size_of(start.request.prompt))
         """About the tokens of the context that its next turn follows."""
+        self.table: Table | None = None
+        """None: its agent has not begun."""
         self.task: asyncio.Task[None] | None = None
         self.limit = asyncio.Timeout(None)
         self.left_s: float | None = None
@@ -242,16 +261,22 @@ class _Episode:
             added = {"parts": dict(found.parts)} if found.parts else {}
             added |= {"rewards": dict(found.of), "rewarded": dict(found.names)}
         except EpisodeFailed as failed:
+            self._end_run_if_lacking(failed)
             columns, added = {"failure": failed.how}, {"error": str(failed)}
         except NoReward as error:
             columns, added = {"failure": "no_reward"}, {"error": str(error)}
         except BaseException as error:
             if is_stopped(error, self.task) and not self.host.has(self):
                 return
+            self._end_run_if_lacking(error)
             columns, added = {"failure": "raised"}, {"error": f"{type(error).__name__}: {error}"}
             if not is_stopped(error, self.task):  # Else it has cancelled itself, or the run ends.
                 self.host.show(self.id, traceback.format_exc())
         self.host.post(lambda: self.host.end(self, columns, added))
+
+    def _end_run_if_lacking(self, error: BaseException) -> None:
+        if (lack := lack_of(error)) is not None:
+            self.host.end_run(lack)
 
     async def _played(self) -> Rewards:
         self.limit = asyncio.timeout(self.start.bounds.timeout_s)
@@ -259,7 +284,7 @@ class _Episode:
             async with self.limit, contextlib.AsyncExitStack() as stack:
                 agent = Agent.of(self.start.agent())
                 resources, sampling, bounds = Resources(stack), self.start.request.sampling, self.start.bounds
-                table = Table(
+                self.table = table = Table(
                     self,
                     resources,
                     self.transcript.rng_seed(self.start.request.seed),
@@ -643,6 +668,11 @@ class Episodes:
         here = (self._turns, self._asked)
         num_here = sum(map(len, here)) if len(self._roles) < 2 else sum(turn.episode.host is self for of in here for turn in of.values())
         return len(self._episodes) - len(self._starts) - num_here
+
+    @property
+    def num_silent(self) -> int:
+        """Episodes that have had no turn and no tool call under way for `_SILENT_S`: their agents wait for something else."""
+        return sum(episode.table is not None and episode.table.idle_s > _SILENT_S for episode in self._episodes.values())
 
     def step(self) -> list[Generated]:
         """Do what the agents have asked for, decode one token, and return samples and episodes that finished.

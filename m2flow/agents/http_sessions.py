@@ -32,6 +32,9 @@ be done is refused by name with status 400, and so are messages that the chat te
 has the text as it is generated, a tool call when the turn has ended. What goes wrong before the first piece has a status, and later an
 event of its own.
 
+A client that never comes, or has died, is no error of anybody: where nobody asks, or reads, for `idle_s`, and no turn or tool call is under
+way, the episode has timed out. Waiting for an engine does not count.
+
 A failure of the episode (a time-out, too many turns) is an error to the client, and is raised again where the endpoint closes, whatever the
 agent made of it. Tools of such an agent are its own: they run again where an episode is repeated. Those that may not are under `@tool`.
 
@@ -48,8 +51,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import socket
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,11 +67,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from m2flow.agents.chat import Chat, Turn
+from m2flow.agents.chat import Chat, Turn, idle_s_of
 from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, error_of, refuse, written
 from m2flow.agents.http_dialects import DIALECTS, MODEL, BadRequest, ChatCompletion, Speech, TurnRequest, is_json
 from m2flow.agents.tools import EpisodeFailed, MessagesRefused
+from m2flow.recipe import check_seconds
 from m2flow.samples import Message
+
+IDLE_S = 600.0
+"""Seconds after which a client that asks for nothing counts as gone."""
 
 # ---- what an agent gets
 
@@ -102,15 +111,17 @@ class Endpoint:
 
 
 @contextlib.asynccontextmanager
-async def endpoint(chat: Chat, *, at_once: bool = False) -> AsyncIterator[Endpoint]:
+async def endpoint(chat: Chat, *, at_once: bool = False, idle_s: float | None = IDLE_S) -> AsyncIterator[Endpoint]:
     """Serve the policy of an episode to clients of OpenAI's or Anthropic's API, while the context is open.
 
     Args:
         chat: the agent's, with which nothing has been said yet, or after which a client is to go on by itself.
         at_once: whether clients may begin several conversations at the same time before the first answer. Then none of them is the chat
             itself, which would be the one that arrives first; each is named by what it asks.
+        idle_s: seconds without a request after which the client counts as gone, and the episode has timed out (`timed_out`). They are
+            counted while no turn or tool call of the episode is under way or waits for an engine. None: no limit.
     Raises:
-        EpisodeFailed: when it closes, if a turn that a client asked for was the episode's failure.
+        EpisodeFailed: when it closes, if a turn that a client asked for was the episode's failure, or after `idle_s`.
 
     Of a request, `max_tokens` and `stop` hold. With `tool_choice` `none`, a call of a tool is a text; with `parallel_tool_calls: false`
     (Anthropic's `disable_parallel_tool_use`), so are several calls in one turn. A client that goes away leaves its turn to end, which the
@@ -118,8 +129,9 @@ async def endpoint(chat: Chat, *, at_once: bool = False) -> AsyncIterator[Endpoi
     messages that the chat template refuses; the episode goes on. Of requests at the same time, the order of arrival counts for two that
     extend the same conversation, and for an episode's first ones (see `at_once`).
     """
+    check_seconds("idle_s", idle_s)
     server, key = _Server.here(), secrets.token_hex(16)
-    async with server.episode() as serve:
+    async with server.episode(idle_s) as serve:
         serve(key, chat, at_once)
         yield Endpoint(server.url(key), key)
 
@@ -140,10 +152,12 @@ class SharedEndpoint:
     async def episode(self) -> AsyncIterator[Callable[[str, Chat], None]]:
         """Serve conversations of an episode while the context is open: `serve(name, chat)` begins with one, whose name the header says.
 
+        It has no limit of its own for clients that are gone: the environment behind it has one, and long phases without any request.
+
         Raises:
             EpisodeFailed: as `endpoint`.
         """
-        async with self._server.episode() as serve:
+        async with self._server.episode(None) as serve:
             yield lambda name, chat: serve(f"{self._key}/{name}", chat, False)
 
 
@@ -271,6 +285,8 @@ class Session:
         """Those under way."""
         self._failure: BaseException | None = None
         self._is_over = False
+        self._heard_s = time.monotonic()
+        """When a client was last there."""
 
     def answer(self, asked: TurnRequest, client: Client, *, is_retry: bool) -> Answer:
         """The model's turn after these messages, which begins, or that which such a request has begun and nobody got.
@@ -358,6 +374,19 @@ class Session:
         except MessagesRefused as error:
             raise BadRequest(str(error)) from None
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which no client has asked for anything or been sent anything, and the episode had nothing under way."""
+        return min(time.monotonic() - self._heard_s, idle_s_of(self._chat))
+
+    def hear(self) -> None:
+        """Note that a client is there."""
+        self._heard_s = time.monotonic()
+
+    def fail(self, failure: EpisodeFailed) -> None:
+        """Take no turn any more."""
+        self._failure = self._failure or failure
+
     def raise_failure(self) -> None:
         """Raise what ended a turn in place of the model, if something did."""
         if self._failure is not None:
@@ -404,6 +433,34 @@ def _named(message: Message, among: Sequence[Message]) -> Message:
     calls: Any = [call for one in among for call in one.get("tool_calls") or ()]  # type: ignore[attr-defined]
     names = [call["function"]["name"] for call in calls if call.get("id") == message.get("tool_call_id")]
     return {**message, **({"name": names[-1]} if names else {})}
+
+
+@final
+class _Patience:
+    """Fails the sessions of an episode, and cancels who has opened them, when no client has been there for long."""
+
+    def __init__(self, idle_s: float | None, sessions: Mapping[str, Session]) -> None:
+        self._idle_s = math.inf if idle_s is None else idle_s
+        self._sessions = sessions
+        self.limit = asyncio.timeout(None)
+        """Of what may take so long as clients are there."""
+        self._next: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Look again when the time is over, counted from what is known now."""
+        idle_s = min((session.idle_s for session in self._sessions.values()), default=0.0)
+        if idle_s >= self._idle_s:
+            what = f"no client has asked the endpoint for anything for {self._idle_s:g} s: it never came, or is gone"
+            now = "one that takes longer between two requests needs endpoint(chat, idle_s=...)"
+            for session in self._sessions.values():
+                session.fail(EpisodeFailed("timed_out", f"{what}; {now}"))
+            self.limit.reschedule(0.0)
+        elif self._idle_s < math.inf:
+            self._next = asyncio.get_running_loop().call_later(self._idle_s - idle_s, self.watch)
+
+    def stop(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
 
 
 # ---- the server
@@ -458,22 +515,29 @@ class _Server:
         return f"http://127.0.0.1:{self.port}/{key}/v1"
 
     @contextlib.asynccontextmanager
-    async def episode(self) -> AsyncIterator[Callable[[str, Chat, bool], None]]:
-        """Serve conversations of one episode, each under a key, until the context closes. Raises what failed in a turn of theirs."""
+    async def episode(self, idle_s: float | None) -> AsyncIterator[Callable[[str, Chat, bool], None]]:
+        """Serve conversations of one episode, each under a key, until the context closes. Raises what failed in a turn of theirs.
+
+        Args:
+            idle_s: for how long no client may be there; None: for any time.
+        """
         opened: dict[str, Session] = {}
 
         def serve(key: str, chat: Chat, at_once: bool) -> None:
             self._sessions[key] = opened[key] = Session(chat, at_once=at_once)
 
-        is_failed = True
+        is_failed, patience = True, _Patience(idle_s, opened)
         try:
-            yield serve
+            async with patience.limit:
+                patience.watch()
+                yield serve
             is_failed = False
         except Exception:
             for session in opened.values():
                 session.raise_failure()
             raise
         finally:
+            patience.stop()
             await self._close(opened, is_failed=is_failed)
         for session in opened.values():
             session.raise_failure()
@@ -526,6 +590,7 @@ class _Server:
             key = f"{key}/{request.headers.get('x-session-id', '')}"
         if key not in self._sessions:
             raise BadRequest("there is no such episode, or it is over", status=404)
+        self._sessions[key].hear()
         return self._sessions[key]
 
     async def _models(self, request: HttpRequest) -> Response:
@@ -561,6 +626,7 @@ class _Server:
             try:
                 with _refusing():
                     async for event, data in dialect.pieces(speech, number):
+                        session.hear()
                         yield written(event, data)
             except BadRequest as error:  # The status has been sent.
                 yield written("", error_of(error)) if is_chat else written("error", {"type": "error", **error_of(error)})

@@ -233,7 +233,9 @@ class _World:
                 await asyncio.Event().wait()
         except BaseException as error:
             if not self._found.done():
-                self._found.set_exception(EpisodeFailed("tool_failed", f"the environment can't begin: {type(error).__name__}: {error}"))
+                failed = EpisodeFailed("tool_failed", f"the environment can't begin: {type(error).__name__}: {error}")
+                failed.__cause__ = error
+                self._found.set_exception(failed)
                 self._found.exception()  # Nobody may be waiting any more.
             if not isinstance(error, Exception):
                 raise

@@ -180,6 +180,7 @@ _METRICS = {
     IDLE: ("m2flow.idle_time", "s", True),
     "running": ("m2flow.running", "{sample}", False),
     "waiting": ("m2flow.waiting", "{sample}", False),
+    "silent episodes": ("m2flow.silent_episodes", "{episode}", False),
 }
 """Counter, without its role -> metric, unit, whether it only grows."""
 _SENT_UNITS = {"bytes": "By", "samples": "{sample}", "parcels": "{parcel}", "seconds blocked": "s"}

@@ -45,6 +45,8 @@ Counters, by worker:
 
     running, waiting, kv tokens, kv capacity, version, ROLE
                  of a rollout engine: its samples, its cache, and the version of its weights
+    silent episodes, ROLE
+                 in which no turn and no tool call has been under way for ten minutes
     put back for want of memory, ROLE
                  times that a running sample was preempted
     tokens found in the cache, ROLE

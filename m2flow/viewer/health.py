@@ -148,6 +148,12 @@ RULES = {
         "docs/guide/rollout-scheduling.md#length-bias",
     ),
     "failed": Rule("episodes fail", "warn", "above 10% of recent episodes", "docs/guide/agents.md"),
+    "silent": Rule(
+        "episodes wait for nothing that is known",
+        "warn",
+        "no turn and no tool call of one under way for ten minutes",
+        "docs/guide/agents.md#limits-and-what-happens-at-each",
+    ),
     "mismatch": Rule(
         "trainer and rollout differ",
         "bad",
@@ -386,7 +392,7 @@ def alerts_of(run_dir: Path, trace: RunTrace | None) -> list[Alert]:
     series = read_metrics(run_dir)
     found = [*_of_metrics(series), *_of_samples(run_dir), *_of_episodes(run_dir, series)]
     if trace is not None:
-        found += [*_of_clocks(trace), *_of_memory(trace), *_of_channels(trace)]
+        found += [*_of_clocks(trace), *_of_memory(trace), *_of_channels(trace), *_of_silence(trace)]
     with contextlib.suppress(sqlite3.Error, SpecError):
         lost = [one.worker for one in read_incidents(run_dir) if one.kind == "lost"]
         if lost:
@@ -502,6 +508,16 @@ def _of_memory(trace: RunTrace) -> Iterator[Alert]:
     if sum(held.values()) > _NEAR * room:
         most = max(held, key=lambda worker: held[worker])
         yield _alert("memory", f"{sum(held.values()) / 2**30:.1f} of {room / 2**30:.1f} GiB, most of all {most}", "health")
+
+
+def _of_silence(trace: RunTrace) -> Iterator[Alert]:
+    silent = {
+        key: int(of.values[-1]) for key, of in trace.columns.counters.items() if key[1].startswith("silent episodes, ") and of.values[-1:]
+    }
+    for (worker, name), num in silent.items():
+        if num:
+            whose = name.partition(", ")[2]
+            yield _alert("silent", f"{num} of {whose} on {worker}; rollout(..., timeout_s=...) ends such", "health")
 
 
 def _of_channels(trace: RunTrace) -> Iterator[Alert]:

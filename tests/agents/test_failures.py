@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +17,18 @@ from one_thread import SteppedRun
 from played_episodes import SPEC, host, played, start_of
 from resumed_runs import fake_cluster
 
-from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, ToolCall, agent, flow, log, steps, tool
+from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, Sandbox, ToolCall, agent, flow, log, sandbox, steps, tool
 from m2flow.agents.episodes import EpisodeStart
-from m2flow.agents.tools import EventLoop
+from m2flow.agents.tools import EventLoop, Tool
 from m2flow.engines.contract import Generated, Sums
-from m2flow.errors import EngineError, OpError, OptionError, TraceError
+from m2flow.errors import EngineError, MissingExtra, MissingTier, OpError, OptionError, TraceError
 from m2flow.micro.protocol.update_semantics import UpdateTally
+from m2flow.observe.metrics import read_metrics
+from m2flow.observe.spans import Recorder
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, Finish, Ragged, Segment
+from m2flow.sandbox import Tier
 from m2flow.spec import RunSettings
 from m2flow.testing.random_programs import difference_of
 from m2flow.testing.world import run_eager, run_planned
@@ -407,6 +412,108 @@ def test_a_resource_of_the_episode_is_opened_once_shared_by_its_tools_and_closed
     assert events == ["opened", "closed"]
 
 
+class Process:
+    """A sandbox without containment."""
+
+    tier: Tier = "fork"
+
+    async def __aenter__(self) -> Sandbox:
+        self._box = Sandbox(self.tier)
+        return await self._box.__aenter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._box.__aexit__(*error)
+
+
+class Calculator(Process):
+    """One of a tier that needs a package."""
+
+    tier = "monty"
+
+
+@tool(replay="pure")
+async def calculate(box: Calculator) -> str:
+    """Compute."""
+    return "3"
+
+
+@tool(replay="pure")
+async def compute() -> str:
+    """Compute in a sandbox of its own."""
+    async with Sandbox("monty"):
+        return "3"
+
+
+@tool(replay="pure")
+async def boxed(box: Sandbox) -> str:
+    """Compute in a box."""
+    return "3"
+
+
+async def is_given_a_calculator(chat: Chat, row: Sample, box: Calculator) -> float:
+    return 1.0
+
+
+async def opens_a_calculator(chat: Chat, row: Sample) -> float:
+    async with Sandbox("monty"):
+        return 1.0
+
+
+async def has_a_process(chat: Chat, row: Sample, box: Process) -> float:
+    return 1.0
+
+
+async def has_a_box(chat: Chat, row: Sample, box: Sandbox) -> float:
+    return 1.0
+
+
+def calls(one: Tool) -> object:
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[one], max_tokens=3)
+        with contextlib.suppress(EpisodeFailed):
+            await chat.run([ToolCall(one.name, {})])
+        return 0.0
+
+    return body
+
+
+@pytest.mark.parametrize("body", [calls(calculate), calls(compute), is_given_a_calculator, opens_a_calculator])
+def test_a_package_that_a_sandbox_needs_and_is_not_there_ends_the_run_whoever_opens_it(body, loop, monkeypatch):
+    monkeypatch.setattr(sandbox, "_monty_made", None)
+    monkeypatch.setitem(sys.modules, "pydantic_monty", None)
+    with pytest.raises(MissingExtra, match=r"pydantic-monty[\s\S]*pip install 'm2flow\[monty\]'"):
+        episode(loop, body)
+
+
+def refusing(path: Path, line: str, why: str) -> Path:
+    """A program for the interpreter of sandboxes that fails in this line."""
+    text = Path(sandbox.PROGRAM).read_text()
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, f"raise OSError(errno.{why}, 'a place')"))
+    return path
+
+
+@pytest.mark.parametrize("body", [calls(boxed), has_a_box])
+def test_a_machine_that_can_t_give_a_tier_ends_the_run(body, loop, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "PROGRAM", str(refusing(tmp_path / "box.py", '_build_root(how["binds"])', "EPERM")))
+    with pytest.raises(MissingTier, match=r"can't box the code.*a place: Operation not permitted"):
+        episode(loop, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (has_a_box, '_build_root(how["binds"])'),
+        (has_a_process, 'group = groups.make(wanted["memory"], wanted["processes"]) if groups else None'),
+    ],
+)
+def test_a_sandbox_that_can_t_begin_just_now_is_the_failure_of_its_episode(body, line, loop, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "PROGRAM", str(refusing(tmp_path / "box.py", line, "ENOMEM")))
+    found = episode(loop, body)
+    assert found.columns["failure"] == "tool_failed"
+    assert "Cannot allocate memory" in found.columns["episode"]["error"]
+
+
 @agent
 async def sometimes(chat: Chat, row: Sample) -> float:
     turn = await chat.say(str(row.prompt), max_tokens=5)
@@ -463,6 +570,64 @@ def test_a_run_whose_episodes_fail_says_how_they_do(who, says, tmp_path):
     run.execute()
     (found,) = [alert for alert in alerts_of(run.run_dir, None) if alert.rule == "failed"]
     assert says in found.says
+
+
+@agent
+async def waits_until_it_is_counted(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    for _ in range(300):
+        if 2 in sys.modules["m2flow.observe.spans"].counted:  # type: ignore[attr-defined]
+            return 1.0
+        await asyncio.sleep(0.01)
+    return 0.0
+
+
+@flow
+def waiting() -> None:
+    policy = Policy("fake", optimizer=AdamW(1e-3))
+    log(found=policy.rollout(waits_until_it_is_counted, Dataset([{"prompt": "?"}]).take(1), n=2, max_tokens=20).reward.mean())
+
+
+def test_episodes_without_a_turn_or_a_tool_under_way_are_counted_while_they_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr("m2flow.agents.episodes._SILENT_S", 0.1)
+    monkeypatch.setattr("m2flow.micro.worker.worker._COUNT_NS", 50_000_000)
+    counted: list[float] = []
+    count = Recorder.count
+
+    def noted(self: Recorder, name: str, value: float, at_ns: int | None = None) -> None:
+        counted.extend([value] * (name == "silent episodes, policy"))
+        count(self, name, value, at_ns)
+
+    monkeypatch.setattr(Recorder, "count", noted)
+    monkeypatch.setattr("m2flow.observe.spans.counted", counted, raising=False)
+    run = SteppedRun(waiting, {}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    assert read_metrics(run.run_dir)["found"][0][1] == 1.0
+
+
+def test_an_episode_whose_turn_or_tool_is_under_way_is_not_silent(loop, monkeypatch):
+    monkeypatch.setattr("m2flow.agents.episodes._SILENT_S", 0.0)
+    seen = dict[str, int]()
+
+    @tool(replay="pure")
+    async def looks() -> str:
+        """Look from within a tool."""
+        seen["a tool"] = episodes.num_silent
+        return ""
+
+    @agent
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[looks], max_tokens=3)
+        await chat.run([ToolCall("looks", {})])
+        seen["the agent"] = episodes.num_silent
+        return 1.0
+
+    episodes = host(loop)
+    start = start_of(0, body)
+    episodes.begin([EpisodeStart(start.request, start.agent, start.row, Bounds(8))])
+    played(episodes)
+    assert seen == {"a tool": 0, "the agent": 1}
+    assert episodes.num_silent == 0
 
 
 @flow

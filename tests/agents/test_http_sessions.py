@@ -26,6 +26,7 @@ from m2flow.agents.http_sessions import Endpoint, _Server, shared_endpoint
 from m2flow.agents.tools import EpisodeFailed, EventLoop
 from m2flow.engines.contract import Language
 from m2flow.engines.models.model_files import TextCodec
+from m2flow.errors import OptionError
 from m2flow.recipe import AdamW, ChatTemplate
 from m2flow.recipe import Episodes as Bounds
 from m2flow.testing.world import run_eager, run_planned
@@ -974,6 +975,72 @@ def test_a_request_whose_body_comes_after_the_end_takes_no_turn(language: Langua
     assert not script.asked
 
 
+NEVER_S = 60.0
+
+
+@pytest.mark.parametrize("num_turns", [0, 1])
+def test_an_episode_whose_client_never_comes_or_is_gone_after_a_turn_has_timed_out(num_turns: int, language: Language) -> None:
+    script, ended = Script(language, ["one"]), list[str]()
+
+    async def run() -> None:
+        async with endpoint(chat_of(script), idle_s=0.5) as server:
+            async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+                for _ in range(num_turns):
+                    await completed(client, ASKS)
+            try:
+                await asyncio.sleep(NEVER_S)
+            finally:
+                ended.append("the agent's wait")
+
+    with pytest.raises(EpisodeFailed, match=r"for 0.5 s: it never came, or is gone; .*idle_s") as caught:
+        asyncio.run(run())
+    assert (caught.value.how, ended, len(script.asked)) == ("timed_out", ["the agent's wait"], num_turns)
+
+
+def test_an_agent_that_catches_the_end_of_its_wait_has_timed_out_and_the_model_is_asked_nothing_more(language: Language) -> None:
+    script = Script(language, ["one"])
+
+    async def run() -> int:
+        async with endpoint(chat_of(script), idle_s=0.1) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(NEVER_S)
+            answer = await client.post("/chat/completions", json={"messages": ASKS})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "timed_out")
+        return 1
+
+    with pytest.raises(EpisodeFailed, match="no client has asked"):
+        asyncio.run(run())
+    assert script.asked == []
+
+
+def test_a_client_that_is_slow_between_its_requests_and_a_turn_that_is_are_not_gone(language: Language) -> None:
+    script = Held(language, ["one"])
+
+    async def run() -> None:
+        async with endpoint(chat_of(script), idle_s=1.5) as server, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+            asyncio.get_running_loop().call_later(3.0, script.is_let_go.set)
+            messages: list[dict[str, Any]] = list(ASKS)
+            for _ in range(6):
+                said = (await completed(client, messages))["choices"][0]["message"]
+                messages += [said, {"role": "user", "content": "and?"}]
+                await asyncio.sleep(0.4)
+
+    asyncio.run(run())
+    assert len(script.asked) == 6
+
+
+def test_what_the_agent_does_itself_is_no_silence_and_none_is_no_limit(language: Language) -> None:
+    async def idle(idle_s: float | None, delay_s: float) -> None:
+        chat = chat_of(Script(language, ["one"], delay_s=delay_s))
+        async with endpoint(chat, idle_s=idle_s):
+            await (chat.say("?") if delay_s else asyncio.sleep(0.2))
+
+    asyncio.run(idle(0.1, 0.4))
+    asyncio.run(idle(None, 0.0))
+    with pytest.raises(OptionError, match="idle_s is 0"):
+        asyncio.run(idle(0, 0.0))
+
+
 @pytest.mark.parametrize("is_failed", [False, True])
 def test_no_turn_outlives_the_endpoint_not_of_equal_requests_either(is_failed: bool, language: Language) -> None:
     ended = []
@@ -1303,6 +1370,21 @@ def test_an_episode_by_http_that_was_stopped_goes_on_to_the_same_tokens(loop: Ev
         (made,) = played(episodes).values()
         assert not made.columns["failure"]
         assert row_of(made).ragged("tokens").values.tolist() == expected.ragged("tokens").values.tolist()
+
+
+def test_an_episode_without_a_client_ends_as_one_that_has_timed_out(loop: EventLoop) -> None:
+    @agent
+    async def waits(chat: Chat, row: Sample) -> float:
+        async with endpoint(chat, idle_s=0.2):
+            await asyncio.Event().wait()
+        return 1.0
+
+    episodes = host(loop)
+    start = start_of(3, waits)
+    episodes.begin([EpisodeStart(start.request, start.agent, start.row, Bounds(8))])
+    (made,) = played(episodes).values()
+    assert made.columns["failure"] == "timed_out"
+    assert "no client has asked" in made.columns["episode"]["error"]
 
 
 def test_two_agents_by_http_have_rewards_of_their_own_with_what_their_clients_began_beside(loop: EventLoop) -> None:

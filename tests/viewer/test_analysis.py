@@ -239,6 +239,17 @@ def test_an_update_that_trained_nothing_is_an_alert_of_its_own(tmp_path: Path) -
     assert (found.rule, found.level, found.says) == ("nothing trained", "warn", "an update of policy in step 1")
 
 
+@pytest.mark.parametrize(("last", "says"), [(3, ["3 of policy on rollout-0; rollout(..., timeout_s=...) ends such"]), (0, [])])
+def test_episodes_of_which_nothing_is_known_for_long_are_an_alert_as_long_as_there_are(last: int, says: list[str], tmp_path: Path) -> None:
+    recorder = Recorder("rollout-0")
+    recorder.add("sample", 0, 10 * MS, call=0, step=0, label="policy.rollout", sample=SampleId(0, 0, 0).pack(), num_tokens=10)
+    for at, value in enumerate((5, last)):
+        recorder.count("silent episodes, policy", value, (20 + at) * MS)
+    trace = RunTrace(store_run(tmp_path, [drained(recorder)]))
+    trace.refresh()
+    assert [alert.says for alert in alerts_of(trace.run_dir, trace) if alert.rule == "silent"] == says
+
+
 def test_new_alerts_go_to_a_webhook(tmp_path: Path) -> None:
     taken: list[dict[str, str]] = []
 

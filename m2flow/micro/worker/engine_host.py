@@ -654,6 +654,10 @@ class EngineHost:
                 found = found._replace(num_queued=self._episodes[role].occupancy().num_queued)
             yield role, found, engine.version
 
+    def num_silent(self) -> dict[str, int]:
+        """For each role that has episodes, of how many nothing has been known for long."""
+        return {role: episodes.num_silent for role, episodes in self._episodes.items()}
+
     def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
         """Return, for each role that generates, how full its engine is, and the tokens so far of each sample there."""
         return {
@@ -978,6 +982,9 @@ class Gauges:
             if occupancy.num_cached:
                 self._say(f"tokens found in the cache, {role}", occupancy.num_cached, at_ns)
             self._say(f"version, {role}", version, at_ns)
+        for role, num_silent in self._engine_host.num_silent().items():
+            if num_silent or f"silent episodes, {role}" in self._said:
+                self._say(f"silent episodes, {role}", num_silent, at_ns)
         peak, of = peak_bytes()
         self._say(PEAKS[of], -(-peak // _STEP_BYTES) * _STEP_BYTES, at_ns)
         if has_engines:

@@ -438,6 +438,8 @@ class ProgressLog:
 
 
 _FLUSH_SPANS_NS = 250_000_000
+_COUNT_NS = 5_000_000_000
+"""After so long the counters are looked at, too, where nothing has passed: all that there is may be waiting."""
 
 
 class Worker:
@@ -904,7 +906,9 @@ class Worker:
 
     def flush_spans(self, *, force: bool) -> None:
         """Send what was recorded; not more often than a few times a second while there is work."""
-        if len(self.recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
+        passed_ns = now_ns() - self._flushed_ns
+        if (self._flushed_ns and passed_ns > _COUNT_NS) or (len(self.recorder) and (force or passed_ns > _FLUSH_SPANS_NS)):
             self._gauges.record(self._peers.statistics())
-            self._send(m.Spans(self.recorder.drain()))
             self._flushed_ns = now_ns()
+            if len(self.recorder):
+                self._send(m.Spans(self.recorder.drain()))
