@@ -7,8 +7,8 @@ Each is a frozen dataclass whose call takes a `Sample` and returns a number, so 
 called by hand. Columns of the dataset's row are named by an option (`answer="solution"`).
 
 Rewards that may hang or that run a model's text (`MathAnswer`, `UnitTests`) ask `Reward` for a process that can be killed alone
-(`isolated`). What `UnitTests` contains and what it does not is said there. `LlmJudge` and `Remote` talk over HTTP, with retries; their
-answers are as repeatable as the server's, or as their cache.
+(`isolated`). `UnitTests` and `ReasoningGym` say what they contain and what not. `LlmJudge` and `Remote` talk over HTTP, with retries;
+their answers are as repeatable as the server's, or as their cache.
 """
 
 from __future__ import annotations
@@ -526,11 +526,12 @@ class ReasoningGym(SampleReward):
     """What a task of reasoning-gym says of the response, 0 to 1; the rows are those of `Dataset.reasoning_gym(task)`.
 
     Several tasks evaluate the answer as Python, so that each is scored in the box of `UnitTests`, where the package is at hand.
-    The verdict comes out of the process that evaluates, so that no code of the answer's may run there: before it runs, a text that is
-    evaluated is refused, in every task, unless it is a value: literals, collections, operators, and sympy's symbols, constants, functions
-    and other classes of expressions, called with values. Attributes, subscripts, other names, and programs are refused. The task then
-    scores the answer as one that it can't parse. An answer that makes the task fail or takes too long counts 0; a task that can't begin
-    in the box, as it lacks a file, is an error.
+    The verdict is made in the process that evaluates, where code of an answer's could forge it. So none runs: in every task a text that is
+    to be evaluated is refused beforehand, unless it is a value: literals, collections, operators, and sympy's symbols, constants,
+    functions and other classes of expressions, called with values. Attributes, subscripts, other names, and programs are refused. The
+    task then scores the answer as one that it can't parse. What a task gives a value that is no solution, such as an integral that is
+    left to sympy, stays the task's own word. An answer that makes the task fail or takes too long counts 0; a task that can't begin in
+    the box, as it lacks a file, is an error.
 
     Args:
         pattern: finds the answer: the last match's first group; without a match the whole response is the answer.
