@@ -7,8 +7,8 @@ Each is a frozen dataclass whose call takes a `Sample` and returns a number, so 
 called by hand. Columns of the dataset's row are named by an option (`answer="solution"`).
 
 Rewards that may hang or that run a model's text (`MathAnswer`, `UnitTests`) ask `Reward` for a process that can be killed alone
-(`isolated`). What `UnitTests` contains and what it does not is said there. `LlmJudge` and `Remote` talk over HTTP, with retries; their
-answers are as repeatable as the server's, or as their cache.
+(`isolated`). `UnitTests` and `ReasoningGym` say what they contain and what not. `LlmJudge` and `Remote` talk over HTTP, with retries;
+their answers are as repeatable as the server's, or as their cache.
 """
 
 from __future__ import annotations
@@ -526,7 +526,12 @@ class ReasoningGym(SampleReward):
     """What a task of reasoning-gym says of the response, 0 to 1; the rows are those of `Dataset.reasoning_gym(task)`.
 
     Several tasks evaluate the answer as Python, so that each is scored in the box of `UnitTests`, where the package is at hand.
-    An answer that makes the task fail or takes too long counts 0; a task that can't begin there, as it lacks a file, is an error.
+    The verdict is made in the process that evaluates, where code of an answer's could forge it. So none runs: in every task a text that is
+    to be evaluated is refused beforehand, unless it is a value: literals, collections, operators, and sympy's symbols, constants,
+    functions and other classes of expressions, called with values. Attributes, subscripts, other names, and programs are refused. The
+    task then scores the answer as one that it can't parse. What a task gives a value that is no solution, such as an integral that is
+    left to sympy, stays the task's own word. An answer that makes the task fail or takes too long counts 0; a task that can't begin in
+    the box, as it lacks a file, is an error.
 
     Args:
         pattern: finds the answer: the last match's first group; without a match the whole response is the answer.
@@ -550,11 +555,12 @@ class ReasoningGym(SampleReward):
         how = {"wall_s": self.timeout_s, "memory": self.memory_mb << 20, "box": self.box == "required", "packages": True}
         word = secrets.token_hex(16)
         program = (
-            "import ast, json, os, sys\nfrom reasoning_gym import get_score_answer_fn\n"
+            f"{inspect.getsource(_evaluate_values_alone)}\nimport ast, json, os, sys\nfrom reasoning_gym import get_score_answer_fn\n"
             "task, answer, entry = json.loads(sys.stdin.read())\n"
             "if (literal := entry.pop('literal', None)) is not None:\n    entry['metadata'] = ast.literal_eval(literal)\n"
             "try:\n    scorer = get_score_answer_fn(task)\n"
             f"except BaseException as error:\n    os.write(1, f'\\n{word} no {{error!r}}\\n'.encode())\n    sys.exit()\n"
+            "_evaluate_values_alone()\n"
             f"os.write(1, f'\\n{word} {{float(scorer(answer, entry))}}\\n'.encode())\n"
         )
         given = json.dumps([self.task, self.found(str(sample.text)), sample.entry])
@@ -571,6 +577,57 @@ class ReasoningGym(SampleReward):
         """The answer in a response."""
         matches = re.findall(self.pattern, text)
         return str(matches[-1] if matches else text).strip()
+
+
+def _evaluate_values_alone() -> None:
+    """Refuse, from now on and before it runs, all code in this process but that of imported modules and of texts that are values.
+
+    `eval` is replaced by one that reads the text first; what does not come from it, an audit hook of the interpreter refuses, which can't
+    be taken out. It runs in the box from its source alone.
+    """
+    import ast
+    import builtins
+    import sys
+
+    parts: tuple[Any, ...] = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.expr_context, ast.Call)
+    parts += (ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop)
+    evaluate, star = builtins.eval, compile("from sympy import *", "", "exec")  # sympy's parser runs the latter.
+    passed: list[object] = []
+
+    def is_value(found: Any) -> bool:
+        sympy = sys.modules.get("sympy")
+        basic = getattr(sympy, "Basic", ())
+        known = [getattr(sympy, name, None) for name in ("S", "sqrt", "cbrt", "root", "real_root", "integrate", "diff", "expand", "factor")]
+        known += [abs, pow, round, sum, min, max]
+        return isinstance(found, basic) or (isinstance(found, type) and issubclass(found, basic)) or any(found is one for one in known)
+
+    def read(source: Any, globals: Any = None, locals: Any = None) -> object:
+        caller = sys._getframe(1)
+        if locals is None:
+            locals = caller.f_locals if globals is None else globals
+        globals = caller.f_globals if globals is None else globals
+        if isinstance(source, str):
+            tree = ast.parse(source.lstrip(" \t"), mode="eval")
+            for part in ast.walk(tree):
+                scopes = [one for one in (locals, globals, vars(builtins)) if isinstance(part, ast.Name) and part.id in one]
+                if not isinstance(part, parts) or (scopes and not is_value(scopes[0][part.id])):
+                    raise SyntaxError(f"the text is no value: {ast.dump(part):.80}")
+            source = compile(tree, "<answer>", "eval")
+            passed.append(source)
+        return evaluate(source, globals, locals)
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        if event not in ("exec", "function.__new__", "pickle.find_class") or args[0] == star or any(args[0] is one for one in passed):
+            return
+        frame: Any = sys._getframe(1)
+        while frame is not None:  # A module's code runs as it is imported; sympy.polys.monomials makes functions of numbers alone.
+            if frame.f_code.co_filename.startswith("<frozen importlib") or frame.f_globals.get("__name__") == "sympy.polys.monomials":
+                return
+            frame = frame.f_back
+        raise SyntaxError("only values are evaluated here")
+
+    builtins.eval = read
+    sys.addaudithook(refuse)
 
 
 def _canonical(value: Any) -> str:

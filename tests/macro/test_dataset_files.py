@@ -6,6 +6,8 @@ import ast
 import copy
 import csv
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -451,6 +453,143 @@ def test_rows_of_reasoning_gym_keep_tuples_and_a_task_that_can_not_begin_in_the_
     assert ast.literal_eval(row["entry"]["literal"]) == metadata  # type: ignore[index]
     with pytest.raises(OpError, match=r"can't score 'no_such_task' in the box: ValueError"):
         ReasoningGym("no_such_task")(Scored(row, "1"))  # type: ignore[arg-type]
+
+
+EVALUATING = {
+    "binary_matrix": "[[0, 1], [1, 0]]",
+    "countdown": "(94 * 4 - 61) - 6",
+    "intermediate_integration": "log(x) / sqrt(2) + C",
+    "n_queens": "[['Q', '_'], ['_', 'Q']]",
+    "polynomial_multiplication": "x**2 * (3 - y) + 1/2",
+    "puzzle24": "2 * 3! + 12",
+    "simple_integration": "X**3 / 3 + 0.5*X + C",
+    "spiral_matrix": "[1, 2, 3]",
+    "string_insertion": "['A', 'B']",
+}
+"""Tasks whose scorer evaluates the answer as Python, and an answer that it evaluates."""
+_WALK = """
+import gc, os, re, sys
+def say(code):
+    for one in code.co_consts:
+        for word in re.findall('[0-9a-f]{32}', one) if isinstance(one, str) else ():
+            os.write(1, ('\\n' + word + ' 1.0\\n').encode()); os._exit(0)
+frame = sys._getframe()
+while frame:
+    say(frame.f_code)
+    frame = frame.f_back
+for one in gc.get_objects():
+    if hasattr(one, '__code__'):
+        say(one.__code__)
+"""
+"""Looks for the box's word, and says with it that the answer is right."""
+_CLASSES = "[one for one in ().__class__.__base__.__subclasses__() if one.__name__ == 'catch_warnings']"
+FORGING = {
+    "import": f'__import__("builtins").exec({_WALK!r}, {{}})',
+    "exec": f"exec({_WALK!r}, {{}})",
+    "lambda": f"(lambda run: run({_WALK!r}, {{}}))(exec)",
+    "other name": f"\N{FULLWIDTH LATIN SMALL LETTER E}xec({_WALK!r}, {{}})",
+    "classes": f"{_CLASSES}[0]()._module.__builtins__['exec']({_WALK!r}, {{}})",
+    "in a list": f"[1, [exec({_WALK!r}, {{}})]]",
+    "bound": f"[run := exec, run({_WALK!r}, {{}})]",
+    "parsed again": f"""S({f"exec({_WALK!r}, {{}})"!r})""",
+    "keyword": f"Symbol('x', **{{str(exec({_WALK!r}, {{}})): 1}})",
+    "format": f"f'{{exec(bytes({list(_WALK.encode())}), {{}})}}'",
+}
+
+
+_OF_SYMPY = ("parsed again", "keyword")
+_FORGERIES = [*((one, "import") for one in EVALUATING), ("countdown", "exec"), ("countdown", "in a list")]
+_FORGERIES += [("countdown" if one in _OF_SYMPY else "spiral_matrix", one) for one in FORGING if one != "import"]
+
+
+@pytest.mark.parametrize(("task", "how"), _FORGERIES)
+def test_no_answer_forges_its_verdict(task: str, how: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    from m2flow.rewards import ReasoningGym
+
+    (row,) = Dataset.reasoning_gym(task, size=1, seed=1)._rows()
+    score = ReasoningGym(task)
+    assert score(Scored(row, FORGING[how])) == score(Scored(row, "")) < 0.02  # type: ignore[arg-type]
+    assert score(Scored(row, str(row["answer"]))) == 1.0  # type: ignore[arg-type]
+
+
+COMPARED = """
+import copy, json, reasoning_gym, sys
+from sympy.core.cache import clear_cache
+
+from m2flow.rewards import _evaluate_values_alone
+
+def forms(answer, entry, other):
+    yield from (answer, f"({answer})", answer.replace("1", "2", 1), answer.replace("**", "^"), str(list(answer)), other, "None", "2x")
+    yield "[[" + answer.replace(" ", ", ").replace("\\n", "], [") + "]]"
+    yield "[" + ", ".join(answer.split()) + "]"
+    yield str([row.split() for row in answer.split("\\n")])
+    yield answer.replace(" + C", "") + " + pi - pi + abs(-1) - 1 + theta - theta + log(Abs(3))"
+
+def scores():
+    for task, scorer, entries in work:
+        for entry in entries:
+            for answer in forms(str(entry["answer"]), entry, others[task]):
+                yield [task, answer, float(scorer(answer, copy.deepcopy(entry)))]
+
+others = json.loads(sys.argv[1])
+size = int(sys.argv[2])
+work = [(one, reasoning_gym.get_score_answer_fn(one), list(reasoning_gym.create_dataset(one, size=size, seed=7))) for one in others]
+free = list(scores())
+clear_cache()
+_evaluate_values_alone()
+assert (held := list(scores())) == free, [pair for pair in zip(free, held) if pair[0] != pair[1]]
+print(json.dumps([sum(one[2] == score for one in held) for score in (1.0, 0.5, 0.1)]))
+"""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(0)])])
+def test_values_are_scored_as_without_the_guard(size: int) -> None:
+    pytest.importorskip("reasoning_gym")
+    asked = json.dumps({**EVALUATING, "bitwise_arithmetic": "7", "number_sorting": "[1]"})  # Their scorers evaluate the entry.
+    command = [sys.executable, "-W", "ignore", "-c", COMPARED, asked, str(size)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60 + 30 * size, check=False)
+    assert told.returncode == 0, told.stderr[-2000:]
+    right, half, tenth = json.loads(told.stdout)
+    assert (right > size * len(EVALUATING), half, tenth > 2 * size) == (True, size, True), (right, half, tenth)
+
+
+REFUSED = """
+import pickle, sys, sympy, types
+from m2flow.rewards import _evaluate_values_alone
+
+text = "print('ran')"
+code = compile(text, "<frozen importlib._bootstrap>", "eval")
+name = sympy.Function("(print('ran') or abs)")(sympy.Symbol("x"))
+asked = {
+    "eval": lambda: eval(text), "bytes": lambda: eval(text.encode()), "names": lambda: eval(text, {}), "both": lambda: eval(text, {}, {}),
+    "exec": lambda: exec(text), "code": lambda: eval(code), "code, run": lambda: exec(code),
+    "function": lambda: types.FunctionType(code, globals())(), "pickle": lambda: pickle.loads(b"cbuiltins\\nprint\\n(Vran\\ntR."),
+    "sympify": lambda: sympy.sympify(text), "lambdify": lambda: sympy.lambdify(sympy.Symbol("x"), name)(1),
+    "attribute": lambda: eval("(1).real"), "of sympy": lambda: eval("x.args", {"x": sympy.Symbol("x")}),
+    "item": lambda: eval("[1][0]"), "name": lambda: eval("sys"), "comprehension": lambda: eval("[1 for _ in (1,)]"),
+}
+_evaluate_values_alone()
+for one, act in asked.items():
+    try:
+        act()
+    except SyntaxError:
+        continue
+    except sympy.SympifyError as error:
+        assert isinstance(error.base_exc, SyntaxError), error
+        continue
+    print("not refused:", one)
+own = 3
+assert (eval(" [1, (2 + 3) * 2, {'a': None}]"), eval("x + 1", {"x": sympy.Integer(1)}), eval("max(1, 2)")) == ([1, 10, {"a": None}], 2, 2)
+import decimal, colorsys
+print("done")
+"""
+
+
+def test_what_no_task_does_today_is_refused_where_answers_are_evaluated() -> None:
+    pytest.importorskip("sympy")
+    told = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100, check=False)
+    assert (told.stdout, told.returncode) == ("done\n", 0), told.stderr[-2000:]
 
 
 WITHOUT_ANSWER = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
