@@ -606,19 +606,24 @@ def test_a_losss_sums_and_gradient_do_not_depend_on_cuts_and_order(
         orders, all_cuts = ((0, 1, 2, 3), (3, 2, 0, 1), (2, 3, 1, 0)), ((), (2,))
 
     @functools.cache
-    def of_samples(chosen: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def of_samples(chosen: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Sum and metrics, and the gradient by sample."""
         chunk = {key: torch.cat([one[i] for i in chosen]) for key, one in parts.items()}
-        return sum_and_gradient(name, options, chunk, [LENGTHS[i] for i in chosen], is_mean=is_mean, correction=correction)
+        lengths = [LENGTHS[i] for i in chosen]
+        of_chunk = sum_and_gradient(name, options, chunk, lengths, is_mean=is_mean, correction=correction)
+        return summed(*of_chunk), dict(zip(chosen, of_chunk[1].split(lengths), strict=True))
 
+    def summed(total: Tensor, _: Tensor, of: dict[str, Tensor]) -> Tensor:
+        return torch.stack([total, *(of[key].to(total.dtype) for key in metrics)])
+
+    all_found = []
     for order in orders:
         for cuts in all_cuts:
             found = [of_samples(order[start:end]) for start, end in itertools.pairwise((0, *cuts, len(order)))]
-            torch.testing.assert_close(sum(one[0] for one in found), expected, rtol=1e-12, atol=1e-12)
-            by_sample = torch.cat([one[1] for one in found]).split([LENGTHS[i] for i in order])
-            in_order = torch.cat([by_sample[order.index(i)] for i in range(len(order))])
-            torch.testing.assert_close(in_order, gradient, rtol=1e-12, atol=1e-12)
-            for key, metric in metrics.items():
-                torch.testing.assert_close(sum(one[2][key] for one in found), metric, rtol=1e-12, atol=1e-12)
+            gradients = {sample: one for _, of in found for sample, one in of.items()}
+            all_found.append(torch.cat([sum(one for one, _ in found), *(gradients[sample].flatten() for sample in range(len(LENGTHS)))]))
+    wanted = torch.cat([summed(expected, gradient, metrics), gradient.flatten()])
+    torch.testing.assert_close(torch.stack(all_found), wanted.expand(len(all_found), -1), rtol=1e-12, atol=1e-12)
 
 
 STOPPED = {"distill", "clip_cov", "gspo_token", "cispo", "importance_reinforce", "topr"}
