@@ -712,13 +712,13 @@ def _with_all_said(episodes: EpisodeRows) -> EpisodeRows:
     whole = episodes._whole
     if whole is None:
         return episodes
-    inputs = Inputs(episodes.session, "whole")
+    inputs = Inputs(episodes.session, "said_by_all")
     inputs.rows(whole.ref, None, "rows")
-    said = whole.samples_of(inputs.record("whole", Only(OF_SPEAKERS), gives="rows", fields=OF_SPEAKERS))
-    inputs = Inputs(episodes.session, "whole")
+    said = whole.samples_of(inputs.record("said_by_all", Only(OF_SPEAKERS), gives="rows", fields=OF_SPEAKERS))
+    inputs = Inputs(episodes.session, "said_by_all")
     inputs.rows(episodes.ref, None, "rows")
     inputs.rows(said.ref, None, "said")  # Its columns replace theirs.
-    return episodes.samples_of(inputs.record("whole", Without(()), gives="rows", fields=episodes.fields))
+    return episodes.samples_of(inputs.record("said_by_all", Without(()), gives="rows", fields=episodes.fields))
 
 
 def _rewards_of(episodes: EpisodeRows) -> Scores:
