@@ -256,11 +256,11 @@ def _comparison(found: list[Rescored], run: str, function: str) -> list[str]:
 def branch_command(
     run: str, sample: str, turn: int, num: int, step: int | None, as_json: bool, threads: int | None, runs_dir: Path
 ) -> None:
-    """Play the episode SAMPLE of RUN on from one of its turns, several times, with the embedded engine. The run is left as it is.
+    """Play the episode SAMPLE of RUN on from one of its turns, several times, with embedded engines. The run is left as it is.
 
     The turns before are those of the record, and so is what tools gave in them; what a branch of an agent is worth there is the mean of the
     rewards. SAMPLE is an identity as `m2flow samples` prints it. Tools that are pure are run again for what they did to a
-    sandbox; where another one is needed for that, nothing is branched.
+    sandbox; where another one is needed for that, nothing is branched. All that speak in the episode do so with their weights of that step.
 
     \b
     Example:
@@ -272,19 +272,26 @@ def branch_command(
     found = branch(find_run(run, runs_dir), sample, turn, num, step=step, threads=threads)
     if as_json:
         for number, one in enumerate(found.branches):
-            said = {"branch": number, "reward": one.reward, "failure": one.failure, "turns": list(one.turns)}
+            said: dict[str, object] = {"branch": number, "reward": one.reward, "failure": one.failure, "turns": list(one.turns)}
+            said |= {"speakers": list(one.speakers)} if one.speakers else {}
+            said |= {"rewards": dict(one.rewards)} if one.rewards else {}
             click.echo(json.dumps(said | ({"error": one.error} if one.error else {})))
         return
     before = "none" if found.reward is None else f"{found.reward:.4g}"
     click.echo(f"episode {sample}, reward {before}, {found.num_turns} turns; from turn {turn} with the weights {found.weights}\n")
-    rows = [["", "reward", "turns", "last turn"]]
+    names = sorted({name for one in found.branches for name in one.rewards})
+    rows = [["", "reward", *names, "turns", "last turn"]]
     for number, one in enumerate(found.branches):
         reward = one.failure or ("none" if one.reward is None else f"{one.reward:.4g}")
-        rows.append([str(number), reward, str(len(one.turns)), _one_line(one.turns[-1] if one.turns else "")])
+        of_names = [f"{one.rewards[name]:.4g}" if name in one.rewards else "" for name in names]
+        last = _one_line(one.turns[-1] if one.turns else "") + (f" ({one.speakers[-1]})" if one.speakers and one.speakers[-1] else "")
+        rows.append([str(number), reward, *of_names, str(len(one.turns)), last])
     click.echo("\n".join(table(rows)))
     rewards = [one.reward for one in found.branches if one.reward is not None]
     failed = [one for one in found.branches if one.failure]
     if rewards:
-        click.echo(f"\nmean reward {sum(rewards) / len(rewards):.4g} of {len(rewards)}")
+        means = {name: [one.rewards[name] for one in found.branches if name in one.rewards] for name in names}
+        of_each = "".join(f"; {name} {sum(of) / len(of):.4g}" for name, of in means.items())
+        click.echo(f"\nmean reward {sum(rewards) / len(rewards):.4g} of {len(rewards)}{of_each}")
     if failed:
         click.echo(f"{len(failed)} failed, the first: {failed[0].failure}: {failed[0].error}")

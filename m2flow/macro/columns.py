@@ -493,16 +493,33 @@ class ColumnFunction:
 
 @dataclass(frozen=True)
 class Spoke:
-    """Mark the episodes in which a speaker has sampled a token."""
+    """Mark the episodes in which a speaker has sampled a token, or has a turn that a branch shares."""
 
     speaker: str
 
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column:
-        masks, found = rows.ragged("loss_mask"), np.zeros(len(rows), np.bool_)
+        masks, kinds, found = rows.ragged("loss_mask"), rows.ragged("segment_kinds"), np.zeros(len(rows), np.bool_)
         for row, record in enumerate(records_of(rows)):
             spans = _spans_of(rows, row, record, self.speaker)
-            found[row] = any(masks.row(row)[span.start : span.stop].any() for span in spans)
+            is_shared = kinds.row(row) == Segment.SHARED
+            found[row] = any(masks.row(row)[span.start : span.stop].any() or is_shared[span.first : span.last].any() for span in spans)
         return found
+
+
+_OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale")
+_OF_SEGMENTS = ("segment_kinds", "segment_lengths")
+OF_SPEAKERS = frozenset((*_OF_TOKENS, *_OF_SEGMENTS, "episode", "reward", "num_turns", "finish", "text", "prompt_text", "temperature"))
+"""Columns in which what one speaker said is other than what all did."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """Keep these columns alone."""
+
+    names: frozenset[str]
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
+        return rows.only([name for name in rows.columns if name in self.names])
 
 
 @dataclass(frozen=True)
@@ -516,9 +533,9 @@ class Said:
     def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
         if not len(rows):
             return rows
-        of_tokens = [name for name in ("tokens", "loss_mask", "logprobs", "versions", "kv_stale") if name in rows]
+        of_tokens = [name for name in _OF_TOKENS if name in rows]
         tokens: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in of_tokens}
-        segments: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in ("segment_kinds", "segment_lengths")}
+        segments: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OF_SEGMENTS}
         records, last, rewards, prompts = list[dict[str, Any]](), list[Mapping[str, Any]](), list[float](), list[str]()
         texts = rows.ragged("prompt_text")
         for row, record in enumerate(records_of(rows)):

@@ -36,9 +36,9 @@ from typing import Any, Literal, SupportsFloat, final, get_args
 import numpy as np
 
 from m2flow.errors import OpError, OptionError, TraceError, did_you_mean, lone_surrogate
-from m2flow.macro.columns import BranchTurn, EpisodeReward, FieldOf, Said, Spoke
+from m2flow.macro.columns import OF_SPEAKERS, BranchTurn, EpisodeReward, FieldOf, Only, Said, Spoke
 from m2flow.macro.graph import Call, Granularity, Ref, user_site
-from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, describe, is_isolated
+from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, Without, describe, is_isolated
 from m2flow.macro.number import Inputs, Number
 from m2flow.macro.session import Session, current_session
 from m2flow.recipe import (
@@ -431,7 +431,7 @@ class EpisodeRows(Rows):
     speakers: tuple[tuple[str, str], ...] = ()
     _reward: Scores | None = None
     _whole: EpisodeRows | None = None
-    """What all speakers said; held, so that it is not dropped before `of` takes a part of it."""
+    """What all speakers said; held, so that it is not dropped before `of` or `branch` takes it."""
     _of: dict[str, EpisodeRows] | None = None
 
     def of(self, speaker: str) -> EpisodeRows:
@@ -460,11 +460,11 @@ class EpisodeRows(Rows):
         return self._reward
 
     def branch(self, *, n: int, at: Literal["random"] | int | Rows = "random") -> EpisodeRows:
-        """Play `n` other ends of each of these episodes: each goes on from one turn, with the policy's weights as they are at this line.
+        """Play `n` other ends of each of these episodes: each goes on from one turn, with the weights as they are at this line.
 
         What was said before that turn, and what tools gave before it, are the episode's: nothing of it is sampled, tokenised or run again.
         From the turn on, a branch has random numbers of its own, which depend on its parent's, the turn and its number; `chat.rng` goes on
-        as in the parent. Agent, bounds and sampling are the rollout's.
+        as in the parent. Agent, speakers, bounds, sampling and staleness are the rollout's.
 
         Branches of one parent are a group: `update(more, more.reward)` compares siblings, as a baseline of each step does, and
         `more.reward.back_to(episodes)` is, for each parent, what its position at that turn is worth. A loss sees what a branch generated
@@ -473,14 +473,14 @@ class EpisodeRows(Rows):
 
         Args:
             n: branches of each episode.
-            at: the first turn that is taken anew, of all conversations as they were taken: `random`, any of the episode's, each as
+            at: the first turn that is taken anew, whoever's, as they were taken: `random`, any of the episode's, each as
                 likely; a number from 1, or from the end, as -1; or a handle with the number for each episode, such as a column of
                 theirs. With `random` an episode in which the model never spoke is played again from its beginning, and the number of
                 those is logged (`episodes/silent_parents`).
         Returns:
             as `rollout`, and `branch_turn`, the turn.
         Raises:
-            TraceError: episodes that can't be branched: of several speakers, or with staleness.
+            TraceError: they are of several rollouts, or have a column `branch_turn` already.
             OpError (at the first look): an episode does not have the turn, turns of it were taken at the same time, or a tool that is not
             pure has worked on a resource before it, which so can't be brought to where it was.
         Source:
@@ -492,7 +492,7 @@ class EpisodeRows(Rows):
     def like(self, call: Call, *, tokens_of: Rows | None = None) -> EpisodeRows:
         """Episodes of a call that gives such rows as these, or some of them."""
         found = EpisodeRows(self._session, call)
-        found.failed = self.failed
+        found.failed, found._whole = self.failed, self._whole
         return found
 
     def samples_of(self, call: Call) -> EpisodeRows:
@@ -617,7 +617,7 @@ def _record_played(
     if not bounds.speakers:
         return found
     own = _said_by(found, "")
-    own.speakers, own._whole, own._of = bounds.speakers, found, {}
+    own.speakers, own._of = bounds.speakers, {}
     return own
 
 
@@ -637,7 +637,7 @@ def _branched(parents: EpisodeRows, n: int, at: object) -> EpisodeRows:
         raise OptionError(f"branch(at={describe(at) if isinstance(at, Handle) else repr(at):.60}): that is no turn", now=now)
     parents.check(session, what)
     _check_branches(session, parents, what)
-    maker = parents.maker
+    maker, parents = parents.maker, _with_all_said(parents)
     if isinstance(at, str):
         log(**{f"{_prefix(maker.role)}/silent_parents": (parents.num_turns == 0).sum()})
     repeat = session.count_generation(maker.role, parents.ref.call)
@@ -652,7 +652,9 @@ def _branched(parents: EpisodeRows, n: int, at: object) -> EpisodeRows:
     kept = ("agent", "episodes", "sampling", "kv", "late", "oversample")
     options = {**{name: maker.options[name] for name in kept}, "n": n, "repeat": repeat, "branches": True}
     name = str(getattr(maker.options["agent"], "__name__", "agent"))
-    return _record_played(session, maker.role, "branch", turned.ref, options, {"agent": name, "n": n}, 0, parents.failed)
+    staleness = maker.options["staleness"]
+    assert isinstance(staleness, int)
+    return _record_played(session, maker.role, "branch", turned.ref, options, {"agent": name, "n": n}, staleness, parents.failed)
 
 
 def _check_branches(session: Session, parents: EpisodeRows, what: str) -> None:
@@ -661,18 +663,9 @@ def _check_branches(session: Session, parents: EpisodeRows, what: str) -> None:
     if len(makers) > 1:
         made = " and ".join(f"{maker.name} ({maker.site})" for maker in makers)
         raise TraceError(f"{what}: they are of several rollouts, {made}", now="Branch those of each: first.branch(n=4).")
-    options = makers[0].options
-    bounds = options["episodes"]
-    assert isinstance(bounds, Episodes)
-    if bounds.speakers:
-        fault, now = f"other policies speak in them: {', '.join(name for name, _ in bounds.speakers)}", "Leave speakers= out."
-    elif options["staleness"]:
-        fault, now = f"their weights may be {options['staleness']} versions old", "Say rollout(..., staleness=0) for what is branched."
-    elif BRANCH_TURN in (parents.fields or ()) and makers[0].method != "branch":
-        fault, now = f"they have a column {BRANCH_TURN!r} already, and branches get theirs under that name", "Rename it."
-    else:
-        return
-    raise TraceError(f"{what}: {fault}", now=now)
+    if BRANCH_TURN in (parents.fields or ()) and makers[0].method != "branch":
+        fault = f"they have a column {BRANCH_TURN!r} already, and branches get theirs under that name"
+        raise TraceError(f"{what}: {fault}", now="Rename it.")
 
 
 def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:
@@ -710,8 +703,22 @@ def _said_by(episodes: EpisodeRows, speaker: str) -> EpisodeRows:
         shown=shown,
     )
     found = EpisodeRows(session, own)
-    found.failed = episodes.failed
+    found.failed, found._whole = episodes.failed, episodes
     return found
+
+
+def _with_all_said(episodes: EpisodeRows) -> EpisodeRows:
+    """Episodes of which these rows have what one speaker said, with what all did."""
+    whole = episodes._whole
+    if whole is None:
+        return episodes
+    inputs = Inputs(episodes.session, "said_by_all")
+    inputs.rows(whole.ref, None, "rows")
+    said = whole.samples_of(inputs.record("said_by_all", Only(OF_SPEAKERS), gives="rows", fields=OF_SPEAKERS))
+    inputs = Inputs(episodes.session, "said_by_all")
+    inputs.rows(episodes.ref, None, "rows")
+    inputs.rows(said.ref, None, "said")  # Its columns replace theirs.
+    return episodes.samples_of(inputs.record("said_by_all", Without(()), gives="rows", fields=episodes.fields))
 
 
 def _rewards_of(episodes: EpisodeRows) -> Scores:

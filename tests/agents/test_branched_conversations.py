@@ -1,4 +1,4 @@
-"""Branches of episodes with several conversations, with a history that is written anew, and with resources."""
+"""Branches of episodes with several conversations and speakers, with a history that is written anew, and with resources."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import speaker_flows
 from forgetful import Forgetful
 from played_episodes import SPEC, begun, host, played, row_of, stopped_row
+from speaker_flows import VERSIONS, forest, hosts
 
-from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, by_conversation, concat, flow, steps, tool
+from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, by_conversation, concat, flow, log, steps, tool
 from m2flow.agents.conversation import Transcript
 from m2flow.agents.episodes import EpisodeStart
 from m2flow.agents.tools import EventLoop
 from m2flow.engines.contract import Generated
 from m2flow.errors import StateLost
+from m2flow.macro.columns import Said, Spoke
 from m2flow.macro.ops import EpisodeRows
 from m2flow.recipe import AdamW
 from m2flow.recipe import Episodes as Bounds
 from m2flow.samples import Batch, SampleId, Segment, records_of
+from m2flow.spec import PinSpec
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import Dice, difference_of, make_cluster
 from m2flow.testing.world import run_eager, run_planned
@@ -180,6 +184,101 @@ def test_a_planned_run_of_trees_of_conversations_equals_the_eager_one_whatever_d
         assert not planned.error or planned.error.startswith(StateLost.__name__), planned.error
         if not planned.error:
             assert difference_of(planned, run_eager(trees, {}, spec, seed=number)) is None, f"case {number}: {spec}"
+
+
+# ---- several speakers
+
+
+@agent
+async def argued(chat: Chat, row: Sample) -> dict[str, float]:
+    """The policy, a rival and a judge speak in turn; the rival has an aside."""
+    other, judge = chat.conversation("other", by="rival"), chat.conversation("verdict", by="judge")
+    said = (await chat.say(f"{row.prompt}", max_tokens=4)).text
+    for _ in range(2):
+        said = (await other.say(f"{said} {chat.rng.random():.3f}", max_tokens=5)).text
+        said = (await chat.say(said, max_tokens=4)).text
+    said = (await other.fork().say("aside", max_tokens=3)).text
+    verdict = await judge.say(f"who? {said}", max_tokens=3)
+    return {"main": float(len(verdict.text)), "other": sum(map(ord, verdict.text)) % 7 / 7}
+
+
+ARGUED = ["main", "other", "main", "other", "main", "other/1", "verdict"]
+
+
+def argue(loop: EventLoop, index: int, stopped: Transcript | None = None, branch: str = "") -> Generated:
+    roles = hosts(loop)
+    roles["policy"].begin([replace(speaker_flows.begun(index, argued, stopped), branch=branch)])
+    while roles["policy"].num_unfinished:
+        found = [made for one in roles.values() if one.num_unfinished for made in one.step()]
+    (made,) = found
+    assert not made.columns["failure"], made.columns
+    return made
+
+
+@pytest.mark.parametrize("turn", range(1, len(ARGUED) + 1))
+def test_a_branch_of_several_speakers_shares_what_each_said_before_its_turn_and_each_goes_on_for_itself(loop, turn):
+    parent = argue(loop, 3)
+    assert parent.columns["episode"]["order"] == ARGUED  # type: ignore[index]
+    found = [argue(loop, 3, stopped_row(parent).before(turn), f"{turn}.{at}") for at in range(2)]
+    for one in found:
+        check_shared(parent, one, turn)
+        assert one.columns["episode"]["order"] == ARGUED  # type: ignore[index]
+        for strand in stopped_row(one).strands:
+            own = {strand.versions[at] for at in range(len(strand.tokens)) if strand.versions[at] >= 0}
+            assert own <= {VERSIONS[strand.by or "policy"]}
+    assert in_order(found[0])[turn - 1] != in_order(found[1])[turn - 1]
+    row = row_of(found[0])
+    assert [bool(Spoke(name)(row, {})[0]) for name in ("", "rival", "judge")] == [True] * 3, "a shared turn is one, too"
+    num_own = {name: int(Said(name)(row, {}).ragged("loss_mask").row(0).sum()) for name in ("", "rival", "judge")}
+    assert sum(num_own.values()) == found[0].num_sampled
+    assert bool(num_own[""]) == ("main" in ARGUED[turn - 1 :])
+
+
+@flow
+def argued_trees(which: str = "policy") -> None:
+    policy, rival, judge = Policy("fake", optimizer=AdamW(1e-3)), Policy("fake", name="rival"), Policy("fake", name="judge")
+    speakers = {"rival": rival, "judge": judge}
+    games = policy.rollout(argued, prompts().take(3), n=2, max_tokens=80, max_turns=8, max_conversations=2, speakers=speakers)
+    chosen = (games if which == "policy" else games.of(which))[1:].with_columns(kind="chosen")
+    more = chosen.branch(n=2, at=chosen.num_turns.map(lambda number: 7))
+    log(worth=more.reward.back_to(chosen).mean())
+    Seen.rows = {"games": games.batch(), "more": more.batch(), "rival": more.of("rival").batch(), "judge": more.of("judge").batch()}
+
+
+@pytest.mark.parametrize("which", ["policy", "rival"])
+def test_branches_of_what_one_speaker_said_are_those_of_whole_episodes_and_keep_columns_that_were_added(which):
+    answer = run_eager(argued_trees, {"which": which}, SPEC)
+    assert not answer.error
+    games, more, rival, judge = Seen.rows.values()
+    assert len(more) == len(rival) == len(judge) == 2 * (len(games) - 1), "in each all have spoken, the judge alone anew"
+    assert [more.ragged("kind").item(at) for at in range(2)] == ["chosen"] * 2
+    assert not more.ragged("loss_mask").values.any()
+    assert not rival.ragged("loss_mask").values.any()
+    assert all(mask.any() for mask in map(judge.ragged("loss_mask").row, range(len(judge))))
+    for row, packed in enumerate(more.ids.tolist()):
+        at = SampleId.unpack(packed).prompt + 1
+        assert more.ragged("tokens").row(row).tolist() == games.ragged("tokens").row(at).tolist()
+    assert difference_of(run_planned(argued_trees, {"which": which}, SPEC), answer) is None
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_planned_run_of_trees_of_several_speakers_equals_the_eager_one_whatever_dies(request, is_apart):
+    num_whole = 0
+    for number in range(30 if request.config.getoption("--long") else 3):
+        dice = Dice(f"trees of speakers, {is_apart}, {number}")
+        spec = make_cluster(dice)
+        if is_apart:
+            pins = {"judge.rollout": PinSpec(num_devices=1), "rival.rollout": PinSpec(num_devices=2)}
+            spec = spec.model_copy(update={"placement": dice.choice(("split", "time-shared")), "pin": pins})
+        options: dict[str, object] = {"staleness": number % 3}
+        planned = run_planned(forest, options, spec, seed=number, order_seed=number, num_losses=2 * (number % 2))
+        assert not planned.error or planned.error.startswith(StateLost.__name__), planned.error
+        if not planned.error:
+            eager = run_eager(forest, options, spec, seed=number, decisions=planned.decisions or None)
+            assert difference_of(planned, eager) is None, f"case {number}: {spec}"
+            num_whole += 1
+    assert num_whole
 
 
 class Seen:

@@ -17,9 +17,10 @@ from m2flow.agents.conversation import Transcript
 from m2flow.agents.episodes import Episodes, EpisodeStart
 from m2flow.agents.tools import EventLoop
 from m2flow.cli.main import cli
-from m2flow.engines.contract import Generated
+from m2flow.engines.contract import EngineSettings, Generated, RolloutEngine
 from m2flow.recipe import Episodes as Bounds
-from m2flow.recipe import Sampling
+from m2flow.recipe import Model, Sampling
+from m2flow.runs import branching
 from m2flow.runs.branching import play_on
 from m2flow.samples import SampleId, Segment
 
@@ -165,3 +166,63 @@ def test_an_episode_of_a_run_is_played_on_by_the_command(tmp_path: Path) -> None
         refused = CliRunner().invoke(cli, ["branch", run, wrong, "--turn", "99"])
         assert refused.exit_code == 2, refused.output
         assert message in refused.output
+
+
+DEBATE = """
+from m2flow import AdamW, Chat, Dataset, Policy, Sample, agent, by_conversation, flow
+
+DIGITS = "{digits}"
+
+
+@agent
+async def debate(chat: Chat, row: Sample) -> dict[str, float]:
+    other, judge = chat.conversation("against", by="rival"), chat.conversation("verdict", by="judge")
+    said = ""
+    for _ in range(2):
+        said = (await chat.say(f"{{row.prompt}}{{said}}=", max_tokens=2)).text
+        said = (await other.say(f"{{row.prompt}}{{said}}=", max_tokens=2)).text
+    points = float(len((await judge.say(f"{{said}}=", max_tokens=3)).text))
+    return {{"main": points, "against": -points}}
+
+
+@flow
+def debates() -> None:
+    policy, rival, judge = (Policy(DIGITS, name=name, init="random") for name in ("policy", "rival", "judge"))
+    rows = Dataset([{{"prompt": f"{{at}}"}} for at in range(9)], name="rows")
+    games = policy.rollout(debate, rows.take(2), n=2, max_tokens=40, max_turns=9, speakers={{"rival": rival, "judge": judge}})
+    theirs = games.of("rival")
+    policy.update(games, games.reward, advantages=by_conversation(), optimizer=AdamW(1e-3))
+    rival.update(theirs, theirs.reward, advantages=by_conversation(), optimizer=AdamW(1e-3))
+"""
+
+
+@pytest.mark.slow
+def test_an_episode_of_several_speakers_is_played_on_with_the_weights_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = ROOT / "flows" / "models" / "digits"
+    (tmp_path / "debates.py").write_text(DEBATE.format(digits=digits))
+    made = CliRunner().invoke(cli, ["run", str(tmp_path / "debates.py"), "--eager", "--runs-dir", str(tmp_path / "runs")])
+    assert made.exit_code == 0, made.output
+    run = str(next((tmp_path / "runs").iterdir()))
+    asked = CliRunner().invoke(cli, ["samples", run, "--json", "--limit", "1", "--where", "call like '%rollout'"])
+    sample = json.loads(asked.output)
+    paths: dict[str, str] = {}
+    made_rollout = branching.make_rollout
+
+    def noted(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:
+        paths[Path(model.path).name] = model.init
+        return made_rollout(name, model, settings)
+
+    monkeypatch.setattr(branching, "make_rollout", noted)
+    said = {one["name"]: one["turns"] for one in sample["conversations"]}
+    told = CliRunner().invoke(cli, ["branch", run, sample["sample"], "--turn", "3", "-n", "4", "--json", "--threads", "1"])
+    assert told.exit_code == 0, told.output
+    assert paths == {"policy": "pretrained", "rival": "pretrained", "digits": "random"}, "nothing has trained the judge"
+    for one in map(json.loads, told.output.splitlines()):
+        assert one["speakers"] == ["", "rival", "", "rival", "judge"]
+        assert one["turns"][:2] == [said["main"][0], said["against"][0]]
+        assert not one["failure"]
+        assert one["rewards"] == {"main": one["reward"], "against": -one["reward"]}
+    shown = CliRunner().invoke(cli, ["branch", run, sample["sample"], "--turn", "5", "-n", "2", "--threads", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "(judge)" in shown.output
+    assert "; against " in shown.output
