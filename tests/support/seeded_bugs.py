@@ -13,7 +13,7 @@ from m2flow.micro.scheduler.call_lifecycle import CallLifecycle
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, UpdateProgress
 from m2flow.micro.scheduler.dispatch import FunctionDispatch
 from m2flow.micro.scheduler.ready_queues import Offer
-from m2flow.micro.scheduler.weights import WeightSync
+from m2flow.micro.scheduler.weights import WeightSyncDispatch
 from m2flow.micro.worker import engine_host
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.worker import Worker
@@ -147,9 +147,9 @@ def a_sync_brings_no_weights(patch: Patch) -> None:
 
 
 def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
-    offer = WeightSync.load_offer
+    offer = WeightSyncDispatch.load_offer
 
-    def at_once(self: WeightSync, worker: worker_state.WorkerState, role: str, first: CallState) -> Offer | None:
+    def at_once(self: WeightSyncDispatch, worker: worker_state.WorkerState, role: str, first: CallState) -> Offer | None:
         if "LoadWeights" in worker.doing:
             return None
         num_tasks, worker.num_tasks["rollout"] = worker.num_tasks["rollout"], 0
@@ -157,7 +157,7 @@ def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
         worker.num_tasks["rollout"] = num_tasks
         return found
 
-    patch.setattr(WeightSync, "load_offer", at_once)
+    patch.setattr(WeightSyncDispatch, "load_offer", at_once)
 
 
 def stale_weights_are_good_enough(patch: Patch) -> None:

@@ -5,8 +5,8 @@
 
 A `Transport` names the stage that it needs and makes its two ends. In place, receivers map the stage itself, and there is no sender: shared
 memory, CUDA IPC. The others have one that sends what is staged, whole or as changes, to receivers that ask. Each vendor is one module;
-`publication.TRANSPORTS` is the table of them, and the plan chooses by name. Publisher and subscriber know this interface alone, and
-lowering asks it what a transport can do. A copy inside one process needs no transport.
+`m2flow.channels.weights.TRANSPORTS` is the table of them, and the plan chooses by name. Publisher and subscriber know this interface alone,
+and lowering asks it what a transport can do. A copy inside one process needs no transport.
 
 What a vendor's own server offers for weights is no transport of this table but that engine's business: `m2flow.engines.servers.sglang` has
 its `WeightTransfer` (on a GPU by CUDA IPC handles of SGLang's), which begins where these end, in the process of the rollout engine.

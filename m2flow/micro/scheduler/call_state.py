@@ -17,7 +17,8 @@ Updates (`UpdateProgress`): membership of a mini-batch goes by identity and is f
 that have come in, or, where the order of summation must not depend on arrival, the next ones in the order of identity, cut by the same rule
 as `m2flow.micro.lowering.passes.cut`.
 
-Pure bookkeeping: the decisions are those of `m2flow.micro.scheduler.call_lifecycle` and the dispatches.
+`UpdateProgress` also chooses which groups make the next micro-batch. All other decisions are those of
+`m2flow.micro.scheduler.call_lifecycle` and the dispatches.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Where several roles speak in the episodes of a call, these go where the engines 
 whose engines the worker lacks speak from others (`Generate.speakers`): while the task is in flight these load no weights, and keep their
 turn, as if they had it themselves.
 
-Before it gets other work, an engine loads weights and a trainer publishes them, if `WeightSync` (`m2flow.micro.scheduler.weights`) has
-an offer.
+Before it gets other work, an engine loads weights and a trainer publishes them, if `WeightSyncDispatch` (`m2flow.micro.scheduler.weights`)
+has an offer.
 
 Rewards and ops (`FunctionDispatch`) are executed on whatever rows are ready, as soon as a process is free. A task takes what is ready up
 to the stage's chunk and does not wait for more: while it runs, the next rows gather. Of several workers none takes more than its share, so
@@ -55,7 +55,7 @@ from m2flow.micro.protocol.worker_state import WorkerState, instance_of, stopped
 from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd, SampleBatch, task_batches
 from m2flow.micro.scheduler.ready_queues import MAX_QUEUED, Ended, Offer
 from m2flow.micro.scheduler.state import SchedulerState
-from m2flow.micro.scheduler.weights import WeightSync, may_use
+from m2flow.micro.scheduler.weights import WeightSyncDispatch, may_use
 from m2flow.samples import group_key
 
 # ---- samples
@@ -70,7 +70,7 @@ class RolloutDispatch:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._weights = WeightSync(state)
+        self._weights = WeightSyncDispatch(state)
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker's rollout engines of these roles."""
@@ -351,7 +351,7 @@ class TrainDispatch:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._weights = WeightSync(state)
+        self._weights = WeightSyncDispatch(state)
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """Find the next task for this worker's train engines of these roles."""

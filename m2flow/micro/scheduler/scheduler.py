@@ -12,12 +12,12 @@ through them, in this order:
 
     take the event
         what it says of calls and rows       CallLifecycle, Recovery, PolicyDispatches, Credits, time_out
-        what it says of weights, saves       EngineWeights, WeightSync, Saves
+        what it says of weights, saves       EngineWeights, WeightSyncDispatch, Saves
         whether devices are due              GpuBorrowing, EarlyOnload, LeaseTurns
     give work
         generations that have room now       Credits
         each worker that may want some       RolloutDispatch, TrainDispatch, FunctionDispatch, in the turn of its lease;
-                                             the first two ask WeightSync first
+                                             the first two ask WeightSyncDispatch first
         each lease that is idle              LeaseTurns
         function processes                   FunctionDispatch
     forget calls                             CallLifecycle
@@ -70,7 +70,7 @@ from m2flow.micro.scheduler.partial_rollouts import time_out
 from m2flow.micro.scheduler.ready_queues import Offer
 from m2flow.micro.scheduler.scheduling_policy_dispatch import EpisodeMoves, PolicyDispatches
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
-from m2flow.micro.scheduler.weights import WeightSync
+from m2flow.micro.scheduler.weights import WeightSyncDispatch
 from m2flow.micro.scheduler.worker_failure import Recovery, record_prefixes
 
 
@@ -109,7 +109,7 @@ class Scheduler:
         self._borrowing = GpuBorrowing(self._state)
         self._early_onload = EarlyOnload(self._state)
         self._turns = LeaseTurns(self._state, self._has_work)
-        self._weights = WeightSync(self._state)
+        self._weights = WeightSyncDispatch(self._state)
         self._rollout = RolloutDispatch(self._state)
         self._train = TrainDispatch(self._state)
         self._functions = FunctionDispatch(self._state)

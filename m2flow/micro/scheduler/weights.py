@@ -6,11 +6,11 @@
 engines' side. An engine has one version of the weights, and a generation runs only where a version of its window is held
 (`m2flow.micro.protocol.staleness`), exactly one version unless the flow allows older ones.
 
-`WeightSync` decides when a version moves; `TrainDispatch` and `RolloutDispatch` (`m2flow.micro.scheduler.dispatch`) ask it for an offer
-before they look for other work. A trainer publishes its version when engines of other workers hold older ones, the earliest generation
-with samples left may use it, and nobody loads what was published before. An engine loads the newest version that it can get when nothing
-runs on it and that generation may use it; and under running samples if all of their calls may use it and allow that (`kv="keep"`), and
-the engine can.
+`WeightSyncDispatch` decides when a version moves; `TrainDispatch` and `RolloutDispatch` (`m2flow.micro.scheduler.dispatch`) ask it for an
+offer before they look for other work. A trainer publishes its version when engines of other workers hold older ones, the earliest
+generation with samples left may use it, and nobody loads what was published before. An engine loads the newest version that it can get when
+nothing runs on it and that generation may use it; and under running samples if all of their calls may use it and allow that (`kv="keep"`),
+and the engine can.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class EngineWeights:
 
 
 class SyncState(Protocol):
-    """What `WeightSync` needs of `SchedulerState`, which has a `Versions` and an `EngineWeights` and so is not imported here."""
+    """What `WeightSyncDispatch` needs of `SchedulerState`, which has a `Versions` and an `EngineWeights` and so is not imported here."""
 
     versions: Versions
     engine_weights: EngineWeights
@@ -307,7 +307,7 @@ class SyncState(Protocol):
 
 
 @final
-class WeightSync:
+class WeightSyncDispatch:
     """Decides when a trainer publishes weights, and when a rollout engine loads them."""
 
     def __init__(self, state: SyncState) -> None:
