@@ -162,6 +162,7 @@ if how == "killed":
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "interrupted":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # What a shell starts in the background ignores it.
     signal.raise_signal(signal.SIGINT)  # Taken by this thread, before the next line.
 sys.exit({"ends": None, "status": 3, "says": "said at the end"}[how])
 """
