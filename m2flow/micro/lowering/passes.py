@@ -16,12 +16,12 @@ A schedule gives the sequential answer because of these rules (kept by the modul
 - an update, whose advantages compare siblings, accumulates whole groups (`call_state`);
 - what is declared on a batch starts when all of its rows are there (`call_state`);
 - which rows are a mini-batch goes by identity, and is fixed before the first is there (`call_state`);
-- a read of a resource waits for the write of the version that it reads (`state`);
+- a read of a resource waits for the write of the version that it reads (`call_lifecycle`);
 - a write waits for the earlier reads of what it replaces, and for the write before it (`call_state`, `dispatch`);
-- a call ends after all of its inputs have ended, also one that turns out to have no rows (`state`);
+- a call ends after all of its inputs have ended, also one that turns out to have no rows (`call_lifecycle`);
 - a rollout engine samples for a call only with a version that the call may use (`weights`);
 - a trainer replaces weights only after every engine that must sample from them has loaded them (`weights`);
-- rows are forgotten when neither the program nor a call can ask for them (`state`);
+- rows are forgotten when neither the program nor a call can ask for them (`call_lifecycle`);
 - a refill judges whole groups, in which the earliest failing sample counts (`call_state`).
 
 `tests/micro/lowering/test_legality.py` breaks each of them, and sees a wrong answer.
