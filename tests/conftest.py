@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -75,6 +76,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """What tests share, and scripts that they start, are no tests; some need an extra, or arguments."""
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[None]:
+    """Examples in docstrings are the package's: tests have none, and looking for them takes a tenth of the collection."""
+    found = yield
+    return [one for one in found if not (isinstance(one, DoctestModule) and file_path.name.startswith("test_"))]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -86,6 +86,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "RECORD"}
 
 
+@pytest.mark.slow
 def test_what_pip_installs_has_all_that_the_demo_and_new_projects_need(installed: Path, tmp_path: Path) -> None:
     def m2flow(*words: str) -> str:
         ran = subprocess.run(

@@ -249,6 +249,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_push_uploads_what_was_exported(run: Path, tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
@@ -262,6 +263,7 @@ def test_a_push_uploads_what_was_exported(run: Path, tmp_path: Path) -> None:
     assert Hub.files == {path.name: path.read_bytes() for path in (tmp_path / "pushed").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_hub_that_can_not_be_reached_leaves_the_model_here_and_says_so(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "m2flow", "export", str(run), "--out", str(tmp_path / "kept"), "--push", "me/sorted"]
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_of_a_test", "HF_HOME": str(tmp_path / "home")}

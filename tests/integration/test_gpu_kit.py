@@ -40,6 +40,7 @@ def test_each_stage_of_the_kit_measures_at_toy_size_and_none_is_run_twice(tmp_pa
     assert again.stdout.count("has a result") == len(STAGES)
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_is_told_and_run_again(tmp_path):
     folder = tmp_path / "cpu"
     folder.mkdir()
@@ -49,6 +50,7 @@ def test_a_stage_that_fails_is_told_and_run_again(tmp_path):
     assert "torch" in json.loads((folder / "environment.json").read_text())["facts"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_told_so_and_the_kit_ends_with_an_error(tmp_path):
     done = subprocess.run(

@@ -110,6 +110,7 @@ def test_the_list_of_transformers_models_is_the_one_that_reading_their_files_aga
     assert any("llama.modeling_llama" in modules for modules in read_again.values())
 
 
+@pytest.mark.slow
 def test_transformers_models_are_loaded_without_reading_their_files_again():
     program = (
         "import transformers\n"

@@ -84,6 +84,7 @@ def by_name(init: str = "random") -> None:
 """
 
 
+@pytest.mark.slow
 def test_a_flow_runs_by_a_models_name_and_a_plan_says_which_file_is_missing(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "by_name.py").write_text(FLOW)
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

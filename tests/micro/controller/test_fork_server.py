@@ -351,6 +351,7 @@ def test_names_are_read_again_when_a_module_has_changed_or_what_was_kept_is_dama
     assert [again(), again()] == [6, 7]
 
 
+@pytest.mark.slow
 def test_a_second_server_loads_transformers_without_reading_its_models_and_it_lists_the_same(tmp_path):
     program = (
         "from pathlib import Path\n"
