@@ -88,6 +88,7 @@ def test_what_was_skipped_is_named_with_its_reason_and_tried_again_in_the_rest(t
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTEST_DEBUG_TEMPROOT"] = str(tmp_path)  # It looks through directories of others, ours among them, for old ones.
 
     def account(*options: str) -> str:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".", *options]
@@ -137,7 +138,8 @@ def test_the_cpu_time_of_each_test_is_written_with_that_of_its_children(tmp_path
     for name in ("conftest.py", "support/cpu_times.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".", "-n", num_processes, "--cpu-times=times.tsv"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    environment = {**os.environ, "PYTEST_DEBUG_TEMPROOT": str(tmp_path)}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert re.search(r"\d s of CPU time; most by\n", said)
     lines = [line.split("\t") for line in (tmp_path / "times.tsv").read_text().splitlines()]
     assert len([line for line in lines if line[2] == "collection"]) == max(1, int(num_processes))
