@@ -10,10 +10,10 @@ says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` 
 With `functions: {workers: auto}` the search also chooses the number of processes for functions, simulators among them: the fewest within 1%
 of the fastest; with `roles: {simulator: auto}` those of a role's own, too. A flow without models is planned by this alone, and by which
 roles have processes of their own: each candidate's step is simulated (`_Schedule`), row by row, as the scheduler would hand the rows out.
-So a simulator that steps some lanes while an actor infers
-for others is predicted to take the longer of both, not their sum. Limits: lanes that stay with their process drift from step to step, so
-that processes which all share may be some percent slower or faster in the run; what functions and engines take from each other on one
-machine's cores is in no prediction; and the steps of a flow whose calls use results of the step before (`--behind`) may overlap more.
+So a simulator that steps some lanes while an actor infers for others is predicted to take the longer of both, not their sum. Limits: lanes
+that stay with their process drift from step to step, so that processes which all share may be some percent slower or faster in the run;
+what functions and engines take from each other on one machine's cores is in no prediction; and the steps of a flow whose calls use results
+of the step before (`--behind`) may overlap more.
 
 A plan by rule (`split`, `time-shared`) or from a file runs as it is; `forecast` only predicts its time, with the costs of a profile or of
 the hardware model. Limits: chunk sizes are the search's, and contention of processes without a lease on each other's devices is unknown.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from m2flow.errors import InternalError, SpecError
 from m2flow.micro.records.ledger import ENDINGS
-from m2flow.micro.records.sample_query import Conversation, Entry, RunTokenizers, SampleQuery
+from m2flow.micro.records.sample_query import Conversation, Entry, RunTokenizers, SampleQuery, role_of
 from m2flow.observe.spans import OF_EPISODES, SpanName, shown_name, with_turns
 from m2flow.samples import Batch, Finish, SampleId, Segment, expanded_experts, group_indices, prompt_positions, records_of
 from m2flow.viewer.run_trace import FUNCTION, SAMPLE, TRAIN, TURN, RunTrace, evaluation_calls
@@ -509,12 +509,11 @@ def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
     Raises:
         SpecError: the ledger can't be read. EngineError: rows can't be read.
     """
-    tokenizers = RunTokenizers(run_dir)
     with SampleQuery(run_dir) as query:
         for entry in query.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
             call, prompt, member = map(int, entry.sample.split("/"))
             who = SampleId(call, prompt, member)
-            page = _page(entry, query.rows_of(who.pack()), who, tokenizers, query.updates_on(who.pack()))
+            page = _page(entry, query.rows_of(who.pack()), who, query.tokenizers, query.updates_on(who.pack()))
             page.moved = query.moves_of(who.pack())
             yield page
 
@@ -565,13 +564,12 @@ def blocks_of(row: Batch, entry: Entry, updates: Sequence[str]) -> list[Block]:
     if len(entry.conversations) < 2 and not {Segment.TOOL, Segment.SHARED} & set(kinds):
         return []
     tokens, record = row.ragged("tokens").values, records_of(row)[0]
-    named, roles = iter(record.get("conversations", ())), record.get("speakers", {})
-    own_role = entry.call.partition(".")[0]
+    named = iter(record.get("conversations", ()))
     begun: dict[str, list[int]] = {}
     """Conversation -> where its sequences begin."""
     blocks, ends = list[Block](), np.cumsum(row.ragged("segment_lengths").values).tolist()
     reward_of = {one.name: one.reward for one in entry.conversations}
-    whose, role, turn = "the model", own_role, 0
+    whose, role, turn = "the model", role_of(row, entry.call, ""), 0
     for kind, start, end in zip(kinds, [0, *ends], ends, strict=False):
         title, trained, common = "Tools, users, the environment", "", 0
         match kind:
@@ -579,7 +577,7 @@ def blocks_of(row: Batch, entry: Entry, updates: Sequence[str]) -> list[Block]:
                 title, one = "Prompt", next(named, None)
                 if one is not None:
                     by, before, turn = one.get("by", ""), begun.get(one["name"]) or begun.get(one["parent"], []), 0
-                    whose, role = (f"{one['name']}, by {by}" if by else one["name"]), (roles.get(by, by) if by else own_role)
+                    whose, role = (f"{one['name']}, by {by}" if by else one["name"]), role_of(row, entry.call, by)
                     reward = reward_of.get(one["name"])
                     title = f"Prompt of {whose}" + ("" if reward is None else f", reward {reward:.5g}")
                     common = max((_num_alike(tokens, at, start, end) for at in before), default=0)
@@ -608,17 +606,13 @@ def _num_alike(tokens: npt.NDArray[Any], one: int, start: int, end: int) -> int:
 
 def _spoken(row: Batch, entry: Entry, num_tokens: int) -> list[tuple[int, int, str]]:
     """The parts of a row by the role whose tokens they are: first token, last token + 1, role."""
-    own_role, record = entry.call.partition(".")[0], records_of(row)[0] if "episode" in row else {}
-    named, roles = record.get("conversations", ()), record.get("speakers", {})
+    named = records_of(row)[0].get("conversations", ())
     if not named or "segment_kinds" not in row:
-        return [(0, num_tokens, own_role)]
+        return [(0, num_tokens, role_of(row, entry.call, ""))]
     ends = np.cumsum(row.ragged("segment_lengths").values).tolist()
     begins = [at for at, kind in zip([0, *ends], row.ragged("segment_kinds").values.tolist(), strict=False) if kind == Segment.PROMPT]
     by = [str(one.get("by", "")) for one in named]
-    return [
-        (start, end, roles.get(who, who) if who else own_role)
-        for start, end, who in zip(begins, [*begins[1:], num_tokens], by, strict=True)
-    ]
+    return [(start, end, role_of(row, entry.call, who)) for start, end, who in zip(begins, [*begins[1:], num_tokens], by, strict=True)]
 
 
 def pieces_of(tokenizer: Tokenizer | None, tokens: list[int], *, are_texts: bool = True) -> list[str]:

@@ -303,7 +303,7 @@ class SampleQuery:
         self._run_dir = run_dir
         self._records: dict[Place, Batch] = {}
         self._index: TextIndex | None = None
-        self._tokenizers = RunTokenizers(run_dir)
+        self.tokenizers = RunTokenizers(run_dir)
 
     def __enter__(self) -> SampleQuery:
         path = self._run_dir / "ledger.db"
@@ -477,7 +477,7 @@ class SampleQuery:
             versions=versions,
             mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
             life=self._life(packed, known, str(segment), versions, rewards),
-            conversations=conversations_of(row, lambda by: self._tokenizers.of(_role_of(row, known["call"], by))),
+            conversations=conversations_of(row, lambda by: self.tokenizers.of(role_of(row, known["call"], by))),
         )
 
     def _life(self, packed: int, known: dict[str, Any], segment: str, versions: list[int], rewards: list[tuple[Any, ...]]) -> list[str]:
@@ -534,7 +534,7 @@ class SampleQuery:
             ) from None
 
 
-def _role_of(row: Batch, call: str, by: str) -> str:
+def role_of(row: Batch, call: str, by: str) -> str:
     """The role of a speaker of an episode; "" is the policy, whose call it is."""
     roles: Mapping[str, str] = records_of(row)[0].get("speakers", {})
     return roles.get(by, by) if by else call.partition(".")[0]
