@@ -72,13 +72,20 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """The imports, functions, calls and conditions of a file, wherever in it."""
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.Call, ast.If)
+    return tuple(node for node in ast.walk(tree_of(path)) if isinstance(node, kinds))
+
+
 def _imported(path: Path) -> Iterator[str]:
     """Modules that a file imports when it runs, with the names taken from them: `package.module` and `package.module.name` alike."""
-    nodes = list(ast.walk(tree_of(path)))
+    nodes = nodes_of(path)
     typing = {
         id(each)
         for node in nodes
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If) and any("TYPE_CHECKING" in _name(part) for part in ast.walk(node.test))
         for child in node.body
         for each in ast.walk(child)
     }
@@ -89,6 +96,10 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _name(node: ast.AST) -> str:
+    return str(getattr(node, "id", getattr(node, "attr", "")))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
-from packages import BEGIN, END, file_graph, package_graph, picture, tree_of  # noqa: E402
+from packages import BEGIN, END, file_graph, nodes_of, package_graph, picture, tree_of  # noqa: E402
 
 PACKAGE = ROOT / "m2flow"
 
@@ -73,12 +73,6 @@ def _modules() -> list[Path]:
 
 
 @functools.cache
-def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Imports, functions and calls, wherever in the file: what these tests ask for."""
-    return tuple(node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call, *FUNCTIONS)))
-
-
-@functools.cache
 def _imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, wherever in the file, by its absolute name."""
     return tuple(_imported(path))
@@ -86,7 +80,7 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 def _imported(path: Path) -> Iterator[str]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in _nodes(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -119,7 +113,7 @@ def test_the_schedulers_deciders_know_the_state_and_not_each_other():
     for path in folder.glob("*.py"):
         known = {
             module
-            for node in _nodes(path)
+            for node in nodes_of(path)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("m2flow.micro.scheduler")
             for alias in node.names
             if alias.name not in PARTS_OF_THE_STATE and (module := _scheduler_module(node, alias))
@@ -172,7 +166,7 @@ def test_modules_are_few_and_functions_short() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in _modules()}
     assert len(lengths) <= MOST_FILES, "modules that are one concept belong together"
     assert not [str(path) for path, length in lengths.items() if length > MOST_LINES]
-    functions = [(path, node) for path in lengths for node in _nodes(path) if isinstance(node, FUNCTIONS)]
+    functions = [(path, node) for path in lengths for node in nodes_of(path) if isinstance(node, FUNCTIONS)]
     long = [f"{path}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION]
     assert not long
 
@@ -268,9 +262,8 @@ def test_no_file_of_the_repository_mentions(what: str) -> None:
             text = path.read_text()
         except UnicodeDecodeError:
             continue
-        found += [
-            f"{path.relative_to(ROOT)}:{i}: {line.strip()[:80]}" for i, line in enumerate(text.splitlines(), 1) if pattern.search(line)
-        ]
+        lines = enumerate(text.splitlines(), 1) if pattern.search(text) else ()
+        found += [f"{path.relative_to(ROOT)}:{i}: {line.strip()[:80]}" for i, line in lines if pattern.search(line)]
     assert not found
 
 
@@ -286,7 +279,7 @@ def test_no_test_module_is_imported_by_another() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
-        for node in _nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
         if name.rpartition(".")[2] in modules - {path.stem}
@@ -298,9 +291,9 @@ def _prepares_in_function(path: Path) -> Iterator[str]:
     """Places where a function has msgspec prepare a type: `decode(..., type=T)`, `Decoder(T)`, or `convert(..., T)` without a decoder."""
     if "msgspec" not in path.read_text():
         return
-    calls = [node for node in _nodes(path) if isinstance(node, ast.Call) and node.args]
+    calls = [node for node in nodes_of(path) if isinstance(node, ast.Call) and node.args]
     made = {ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func).endswith(".Decoder")}
-    for function in (node for node in _nodes(path) if isinstance(node, FUNCTIONS)):
+    for function in (node for node in nodes_of(path) if isinstance(node, FUNCTIONS)):
         for node in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             name = ast.unparse(node.func)
             kind = next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "type"), "")
