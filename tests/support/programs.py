@@ -310,14 +310,14 @@ def _status_of(words: list[str]) -> int:
 
 def _end(status: int) -> None:
     """End as an interpreter does, save that it takes no modules apart: for what was loaded here that takes longer than many programs."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
     if status < 0:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    os._exit(status)
+    fork_server.leave(status)
 
 
 @atexit.register

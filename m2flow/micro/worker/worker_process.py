@@ -59,7 +59,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.protocol.worker_state import rank_tag
 from m2flow.micro.worker.engine_host import lender_of
-from m2flow.micro.worker.fork_server import TOKEN_VARIABLE
+from m2flow.micro.worker.fork_server import TOKEN_VARIABLE, leave
 from m2flow.micro.worker.rank_group import (
     GRACE_S,
     AccumulateCommand,
@@ -535,3 +535,4 @@ def main(given: bytes = b"") -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

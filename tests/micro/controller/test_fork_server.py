@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -382,3 +383,33 @@ def test_while_modules_are_loaded_a_frame_is_described_without_its_source():
         assert (brief.filename, brief.function, brief.code_context) == (before.filename, before.function, None)
         assert inspect.getmodule(frame) is inspect.getmodule(inspect.unwrap(environment)) is sys.modules[__name__]
     assert inspect.getframeinfo(frame).code_context
+
+
+LEAVING = """
+import atexit, gzip, sys, threading, time
+from m2flow.micro.worker.fork_server import leave
+
+class Held:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+def late():
+    time.sleep(0.2)
+    print("the thread ended")
+
+held, text, packed = Held(), open("text", "w"), gzip.open("packed", "wb")
+text.write("not closed")
+packed.write(b"not closed")
+atexit.register(print, "registered")
+threading.Thread(target=late).start()
+sys.stderr.write("said")
+leave(3)
+"""
+
+
+def test_a_worker_that_ends_waits_for_threads_and_writes_out_files_and_takes_nothing_apart(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LEAVING], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "said")
+    assert done.stdout.split("\n") == ["the thread ended", "registered", ""]
+    assert (tmp_path / "text").read_text() == "not closed"
+    assert zlib.decompressobj(31).decompress((tmp_path / "packed").read_bytes()) == b"not closed"
