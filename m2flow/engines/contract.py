@@ -385,6 +385,8 @@ class Capabilities:
     routed_experts: bool = False
     """Rollout: it can report which experts of a mixture each token was routed to (`Generated.routed_experts`). Train: it can replay them
     (`m2flow.recipe.Model.routing`)."""
+    embeds: bool = False
+    """Rollout: it can embed prompts (`RolloutEngine.embeddings`), so that lengths of responses can be predicted from what they say."""
     balances_experts: bool = False
     """Train: its updates can keep the experts of a mixture evenly loaded (`m2flow.recipe.Balance`)."""
     checkpoint_format: str = ""
@@ -657,11 +659,8 @@ class RolloutEngine(Engine):
     def step(self) -> list[Generated]:
         """Admit what fits, decode one token for each running request, and return those that finished; empty if there is nothing to do.
 
-        Running out of memory costs time only: fewer requests run together, and the others wait with their tokens.
-
-        Raises:
-            OutOfMemory: a single request does not fit.
-        """
+        Running out of memory costs time only: fewer requests run together, and the others wait with their tokens. Raises `OutOfMemory`: a
+        single request does not fit."""
 
     @abstractmethod
     def abort(self, ids: Iterable[int]) -> list[Generated]:
@@ -702,8 +701,7 @@ class RolloutEngine(Engine):
         Raises:
             EngineError: weights are missing or do not fit; or requests are running, without `under_requests` or in an engine that does
                 not declare `weights_under_requests`.
-        Source:
-            Piché et al. 2025, PipelineRL, arXiv:2509.19128: in-flight weight updates.
+        Source: Piché et al. 2025, PipelineRL, arXiv:2509.19128: in-flight weight updates.
         """
 
     @abstractmethod
@@ -736,6 +734,12 @@ class RolloutEngine(Engine):
 
         Queued and running requests are not affected. Raises `EngineError`: it can't (its `capabilities.probes` is false)."""
         raise EngineError(f"the rollout engine {self.name!r} does not say the log-probabilities of given tokens")
+
+    def embeddings(self, requests: Sequence[Request]) -> npt.NDArray[np.float32]:
+        """Compute a few numbers for the prompt of each request by the weights held, float32 [P, K]: of one model always the same K.
+
+        Queued and running requests are not affected. Raises as `add`, and `EngineError`: it can't (its `capabilities.embeds` is false)."""
+        raise EngineError(f"the rollout engine {self.name!r} embeds no prompts")
 
 
 class WeightForm(NamedTuple):
@@ -770,8 +774,6 @@ class Objective:
 
 
 PER_GROUP = "group:"
-
-
 NUM_SHARED = "shared tokens"
 """Among what a pass sums up: its part of `Sums.num_shared_tokens`."""
 
@@ -880,11 +882,8 @@ class TrainEngine(Engine):
         raise EngineError(f"the train engine {self.name!r} trains no adapters")
 
     def copy_from(self, source: TrainEngine, share: float = 1.0) -> None:
-        """Copy the current weights of another engine of the same kind and ranks; what that one lacks (a head) stays.
-
-        Args:
-            share: below 1 the weights become `1 - share` of their own and `share` of the other's (`blended`); never of adapters alone.
-        """
+        """Copy the current weights of another engine of the same kind and ranks; what that one lacks (a head) stays. With a `share` below 1
+        they become `1 - share` of their own and `share` of the other's (`blended`); never of adapters alone."""
         target = dict(self.weights())
         for name, tensor in source.weights():
             if name in target:

@@ -128,6 +128,7 @@ _BUILT_IN = (
             shrinks_kv_cache=True,
             probes=True,
             routed_experts=True,
+            embeds=True,
         ),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
@@ -334,7 +335,9 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeRollout",
-        Capabilities("rollout", weights_under_requests=True, rests=True, shrinks_kv_cache=True, probes=True, routed_experts=True),
+        Capabilities(
+            "rollout", weights_under_requests=True, rests=True, shrinks_kv_cache=True, probes=True, routed_experts=True, embeds=True
+        ),
         "Exact integers in place of a model: for tests of schedules.",
     ),
     EngineInfo(
@@ -579,6 +582,7 @@ _ROLLOUT: tuple[_Row, ...] = (
     ("decodes in processes of its own", _flag("self_paced")),
     ("weights into its server (`into_server`)", lambda can: ", ".join(can.into_server) or "has none"),
     ("says which experts a token went to", _flag("routed_experts")),
+    ("embeds prompts, to predict lengths (`difficulty: prefill`)", _flag("embeds")),
     ("options of `generate` that it refuses", lambda can: ", ".join(f"`{name}`" for name in can.refused_sampling) or "none"),
     ("tensor parallel", _degree("tp")),
     ("pipeline parallel", _degree("pp")),

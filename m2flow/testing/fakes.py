@@ -324,6 +324,13 @@ class FakeRollout(RolloutEngine):
             raise EngineError("the engine is off its device", now="Call `onload` first.")
         return [-fake_numbers(self._weights, np.array(sequence, np.int64), np.arange(len(sequence)))[1:] for sequence in sequences]
 
+    def embeddings(self, requests: Sequence[Request]) -> npt.NDArray[np.float32]:
+        """Two numbers a prompt: how many tokens it has, and a hash of them and of the weights, from 0 to 1."""
+        if self._is_away or self._weights is None:
+            raise EngineError("the engine is off its device", now="Call `onload` first.")
+        prompts = [_encoded(request)[0] for request in requests]
+        return np.array([[len(prompt), fake_hash(self._digest, *prompt) / 2**64] for prompt in prompts], np.float32).reshape(-1, 2)
+
     def _take_weights(self, weights: npt.NDArray[np.int64]) -> None:
         self._weights = weights
         self._digest = fake_hash(*(value & _MASK for value in weights.tolist()))

@@ -870,6 +870,30 @@ def check_given_tokens_are_judged_without_a_trace(factory: Factory) -> None:
             np.testing.assert_allclose(row, again, atol=LOGPROB_TOLERANCE)
 
 
+def check_prompts_are_embedded_without_a_trace_and_whatever_is_beside_them(factory: Factory) -> None:
+    for settings in (EngineSettings(), EngineSettings(deterministic=True)):
+        with started(factory, settings) as engine:
+            if settings.deterministic and not engine.capabilities.deterministic:
+                continue
+            requests = group_requests(repeatable(engine))
+            if not engine.capabilities.embeds:
+                with raises(EngineError):
+                    engine.embeddings(requests)
+                return
+            together = engine.embeddings(requests)
+            assert together.shape == (len(requests), together.shape[1]) and together.dtype == np.float32
+            np.testing.assert_array_equal(together[0], together[3])  # Their prompts are the same.
+            assert not np.allclose(together[0], together[1], atol=LOGPROB_TOLERANCE)
+            tolerance = 0.0 if settings.deterministic else LOGPROB_TOLERANCE
+            for row, request in zip(together, requests, strict=True):
+                np.testing.assert_allclose(engine.embeddings([request])[0], row, rtol=0, atol=tolerance)
+            alone = generate(engine, requests)
+            engine.add(requests)
+            engine.step()
+            np.testing.assert_allclose(engine.embeddings(requests), together, rtol=0, atol=tolerance)
+            assert_same_samples(alone, drain(engine), is_bitwise=settings.deterministic)
+
+
 ROLLOUT_CHECKS: tuple[Callable[[Factory], None], ...] = (
     *(function for name, function in list(globals().items()) if name.startswith("check_")),
     *GOING_ON_CHECKS,

@@ -29,8 +29,8 @@ from m2flow.engines.models.hf_model import use_threads
 from m2flow.engines.models.model_files import TextCodec, load_tokenizer
 from m2flow.engines.models.requests import Job, generated_of, jobs_of, split_finished
 from m2flow.engines.registry import built_in
-from m2flow.errors import EngineError, is_out_of_memory
-from m2flow.recipe import Model
+from m2flow.errors import EngineError, OutOfMemory, is_out_of_memory
+from m2flow.recipe import Model, Sampling
 from m2flow.samples import Finish
 
 _SMALL_STEP = 1 << 24
@@ -246,6 +246,23 @@ class EmbeddedRollout(RolloutEngine):
         self._use_threads()
         return model.logprobs(sequences)
 
+    def embeddings(self, requests: Sequence[Request]) -> npt.NDArray[np.float32]:
+        """Embed prompts (`embeddings_of`) in passes of their own, of which nothing stays; with `deterministic` each prompt by itself."""
+        model, codec, _ = self._started()
+        if self._mixture or not self._is_onloaded:
+            raise EngineError("the engine is offloaded, or holds a mixture of weights", now="Call `onload`, or load a whole set, before.")
+        self._use_threads()
+        prompts = [replace(request, sampling=Sampling(1)) for request in requests]
+        jobs = jobs_of(prompts, (), codec, vocab_size=model.vocab_size, max_context=model.max_context)
+        most = 0 if self._settings.deterministic else _MOST_TOGETHER
+        try:
+            hidden = [model.last_hidden(part).cpu().numpy() for part in _parts([job.prompt for job in jobs], most)]
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory("out of memory while prompts were embedded", now="Leave `difficulty: prefill` out.") from None
+        return embeddings_of(np.concatenate(hidden))
+
     def _use_threads(self, *, is_small: bool = False) -> None:
         # Again at each step: another engine in this process may have set its own.
         threads = 1 if self._settings.deterministic or is_small else self._settings.threads
@@ -256,6 +273,39 @@ class EmbeddedRollout(RolloutEngine):
         if self._model is None or self._codec is None or self._decoder is None:
             raise EngineError("the engine is not started", now="Call `start` first.")
         return self._model, self._codec, self._decoder
+
+
+_MOST_TOGETHER = 4096
+"""Prompt tokens that are embedded together, padded: enough to fill a device, and keys and values of so many are small beside a cache."""
+NUM_NUMBERS = 32
+"""Numbers of an embedding."""
+
+
+def embeddings_of(hidden_PD: npt.NDArray[np.float32], num: int = NUM_NUMBERS) -> npt.NDArray[np.float32]:
+    """Reduce last hidden states to the embeddings that lengths are predicted from: their direction, by one fixed projection.
+
+        e = G h / |h|,   G normal(0, 1) [num, width]
+
+    Returns:
+        float32 [P, num], or as many as the states have, which then stay as they are but for their norm.
+    """
+    directions = hidden_PD / np.maximum(np.linalg.norm(hidden_PD, axis=1, keepdims=True), 1e-12)
+    width = hidden_PD.shape[1]
+    if width <= num:
+        return np.asarray(directions, np.float32)
+    return np.asarray(directions @ np.random.default_rng(0).standard_normal((width, num)), np.float32)
+
+
+def _parts(prompts: Sequence[npt.NDArray[np.int32]], most: int) -> Iterator[list[npt.NDArray[np.int32]]]:
+    """Split prompts, in their order, into parts of so many padded tokens at most; one that has more is a part of its own."""
+    part: list[npt.NDArray[np.int32]] = []
+    for prompt in prompts:
+        if part and max(len(prompt), *map(len, part)) * (len(part) + 1) > most:
+            yield part
+            part = []
+        part.append(prompt)
+    if part:
+        yield part
 
 
 class _Options:

@@ -844,6 +844,24 @@ class SlotModel:
             note(self.decode(cache, step, np.array(read, np.int64)), [at + 1 for at in read])
         return found
 
+    def last_hidden(self, sequences: Sequence[npt.NDArray[np.int32]]) -> Tensor:
+        """Read sequences in a cache of their own; what the model's head is given at the last token of each: float32 [P, width].
+
+        Raises:
+            EngineError: the model has no head that is a layer, or it is given more than that.
+        """
+        cache, given, head = SlotCache(), list[Tensor](), self._module.get_output_embeddings()
+        cache.reserve(len(sequences), max(map(len, sequences)))
+        hook = None if head is None else head.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0][0]))
+        try:
+            self.prefill(cache, sequences, 0, range(len(sequences)))
+        finally:
+            if hook is not None:
+                hook.remove()
+        if len(given) != 1 or len(given[0]) != len(sequences):
+            raise EngineError(f"the head of {type(self._module).__name__} does not say what the last hidden states of prompts are")
+        return given[0].float()
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers by checkpoints' names; tied ones once."""
         return named_weights(self._module)

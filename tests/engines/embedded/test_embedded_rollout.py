@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,21 @@ import pytest
 import torch
 from tiny_models import save_config
 
-from m2flow.engines.contract import EngineSettings, Generated, Request
-from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
+from m2flow import AdamW, nll
+from m2flow.engines.contract import EngineSettings, Generated, Objective, Request
+from m2flow.engines.embedded import rollout_engine
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout, embeddings_of
+from m2flow.engines.embedded.slot_model import SlotModel
+from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.engines.models.hf_model import load_model
+from m2flow.engines.models.model_files import load_tokenizer
 from m2flow.engines.models.model_probe import NUM_JUDGED, ModelProbe
-from m2flow.errors import EngineError, ModelError, PromptTooLong
+from m2flow.errors import EngineError, ModelError, OutOfMemory, PromptTooLong
 from m2flow.recipe import Model, Sampling
-from m2flow.samples import Finish, SampleId, make_ids
+from m2flow.rollout_scheduling.lengths import StepLengths
+from m2flow.rollout_scheduling.predictors import Learned
+from m2flow.rollout_scheduling.study import StudyStep, skill_of
+from m2flow.samples import Batch, Finish, Ragged, SampleId, make_ids
 from m2flow.testing.rollout_suite import continued
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -86,6 +95,77 @@ def test_logprobs_are_those_of_the_tempered_model_before_truncation(kind: str, t
     for sample in done:
         np.testing.assert_allclose(sample.logprobs, own_logprobs(path, sample, temperature=0.7), atol=1e-4)
     assert len({sample.tokens.tobytes() for sample in done}) > 6
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_embedding_of_a_prompt_is_the_direction_of_its_last_hidden_state(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_config(kind, tmp_path, **ARCHITECTURES[kind])
+    model = load_model(Model(path, init="random"), device="cpu", attention="eager")
+    requests = requests_of(Sampling(4))
+    engine = started(path)
+    together = engine.embeddings(requests)
+    with torch.no_grad():
+        prompts = [torch.tensor([load_tokenizer(Model(path)).encode_prompt(prompt)]) for prompt in PROMPTS]
+        own = np.stack([model.base_model(prompt).last_hidden_state[0, -1].numpy() for prompt in prompts])
+    np.testing.assert_allclose(together, own / np.linalg.norm(own, axis=1, keepdims=True), atol=1e-5)
+    monkeypatch.setattr(rollout_engine, "_MOST_TOGETHER", 12)  # The first two, 6 tokens each with padding; then each by itself.
+    np.testing.assert_allclose(engine.embeddings(requests), together, atol=1e-5)
+
+
+def test_lengths_that_follow_what_prompts_say_are_predicted_from_embeddings_and_not_from_prompt_lengths(tmp_path: Path) -> None:
+    """The model has learned to repeat the last digit, the larger ones more often; all prompts are equally long."""
+    model, dice = Model(save_config("Qwen2", tmp_path), init="random"), np.random.default_rng(0)
+    trainer, engine = EmbeddedTrain(model, EngineSettings()), EmbeddedRollout(model, EngineSettings())
+    trainer.start()
+    engine.start()
+
+    def prompts() -> list[str]:
+        return [f"{number:05d}=" for number in dice.integers(0, 100_000, 64)]
+
+    for _ in range(120):
+        texts = prompts()
+        targets = [text[-2] * (2 + 3 * int(text[-2])) for text in texts]
+        sums = trainer.accumulate(
+            Batch(make_ids(0, 64), {"prompt": Ragged.texts(texts), "target": Ragged.texts(targets)}), Objective(nll())
+        )
+        trainer.apply(AdamW(5e-3), sums.num_tokens)
+    engine.load_weights(trainer.weights(), 1)
+    steps = []
+    for _ in range(3):
+        requests = requests_of(Sampling(50), tuple(prompts()), num_per_prompt=2)
+        told = [json.dumps(row.tolist()) for row in engine.embeddings(requests[::2])]
+        lengths = np.array([len(sample.tokens) for sample in generate(engine, requests)])
+        steps.append(StudyStep(StepLengths.of([6] * 64, lengths.reshape(64, 2)), difficulties=told))
+    blind, predictor = Learned(), Learned()
+    assert abs(skill_of(blind, [StudyStep(step.samples) for step in steps], cap=50).gain) < 0.05
+    assert skill_of(predictor, steps, cap=50).gain > 0.3
+    assert (blind.gain, predictor.gain > 0.6) == (0.0, True)
+
+
+def test_wide_hidden_states_are_reduced_to_a_few_numbers_that_keep_their_angles() -> None:
+    dice = np.random.default_rng(3)
+    hidden = dice.standard_normal((50, 1000)).astype(np.float32) + 2 * dice.standard_normal((50, 1)).astype(np.float32)
+    few = embeddings_of(hidden)
+    assert few.shape == (50, 32)
+    np.testing.assert_allclose(embeddings_of(hidden[:3] * 7), few[:3], atol=1e-5)
+    own = hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
+    errors = np.abs(few @ few.T / 32 - own @ own.T)
+    assert errors.mean() < 0.25
+
+
+def test_an_engine_that_runs_out_of_memory_over_prompts_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, requests = started(save_config("Qwen2", tmp_path)), requests_of(Sampling(6))
+    expected = [sample.tokens.tolist() for sample in generate(engine, requests)]
+
+    def full(self: SlotModel, sequences: object) -> object:
+        raise MemoryError
+
+    monkeypatch.setattr(SlotModel, "last_hidden", full)
+    with pytest.raises(OutOfMemory, match="while prompts were embedded"):
+        engine.embeddings(requests)
+    assert [sample.tokens.tolist() for sample in generate(engine, requests)] == expected
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Mistral", "Gemma2"])
