@@ -90,7 +90,9 @@ class RolloutSpec(_Strict):
     """How policies predict response lengths: `siblings`, `learned`, `earlier-steps` or `prompt-buckets`."""
     difficulty: str = ""
     """A column of the dataset that says how hard its prompts are: until a prompt's own answers are known, `siblings` predicts from the
-    answers to others of the same value. `learned` also takes a number, or a list of numbers such as an embedding of the prompt."""
+    answers to others of the same value. `learned` also takes a number, or a list of numbers such as an embedding of the prompt. `prefill`
+    is no column: `learned` gets what the policy makes of each prompt, its last hidden state at the end, reduced to 32 numbers, which the
+    rollout engine (`embedded` can) computes for all prompts before the first sample begins."""
     options: dict[str, str | int | float | bool] = {}
     """Options of the engine itself."""
 

@@ -19,7 +19,7 @@ from m2flow.macro.graph_display import barriers_listing, bounds_listing, calls_l
 from m2flow.macro.tracing import Assumption, Exploration, KnownValues, anticipate, copies_made, explore
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.passes import lower
-from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.protocol.plan import PREFILL, Plan
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.plan_file import check_edited, origin_of, read_plan, write_plan_file
 from m2flow.planner.explaining import explain, step_lines
@@ -351,6 +351,9 @@ def _pairs(shapes: Mapping[str, str] | None) -> tuple[str, ...]:
     return tuple(f"{role}={model}" for role, model in (shapes or {}).items())
 
 
+_NOT_EMBEDDED = f"rollout.difficulty, {PREFILL!r}, changes nothing here: simulated prompts are not embedded"
+
+
 def _simulation_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:
     report, totals, drawn = outcome.report, outcome.totals, outcome.simulated.history.drawn
     num_instances = sum(any(slot.kind == "rollout" for slot in worker.engines) for worker in plan.workers)
@@ -359,6 +362,7 @@ def _simulation_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[s
         f"{plan.flow} on {plan.cluster}: {plan.mode}, {outcome.simulated.history.num_devices} devices, {num_instances} rollout instances, "
         f"staleness {scenario.program.staleness}",
         f"lengths: {scenario.lengths.name}, {replayed}",
+        *([_NOT_EMBEDDED] if plan.difficulty == PREFILL else []),
         "",
     ]
     head = ("step", "seconds", "bound", "of", "efficiency", "trained", "wasted", "staleness", "GiB", "idle for")

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
+import msgspec
 import numpy as np
 
 from m2flow.errors import InternalError, TraceError
@@ -69,7 +70,7 @@ from m2flow.micro.protocol.events import (
     Wanted,
     WorkerLost,
 )
-from m2flow.micro.protocol.plan import Plan, Stage
+from m2flow.micro.protocol.plan import PREFILL, Plan, Stage
 from m2flow.micro.protocol.staleness import VersionSpan
 from m2flow.micro.protocol.worker_state import ROLLOUT, kind_of, tag_of, worker_of
 from m2flow.micro.scheduler.partial_rollouts import Deadlines
@@ -582,6 +583,8 @@ class Simulation:
         self._program = program
         self._machines = machines
         self._function_cost = function_cost
+        if plan.difficulty == PREFILL:  # A simulated prompt has no embedding.
+            plan = msgspec.structs.replace(plan, difficulty="")
         self._scheduler = Scheduler(plan, ablation=Ablation(drawn.response_tokens, without_groups))
         every, reports = report_every(plan.policies, plan.predictor, plan.num_instances), reports_of(plan.policies)
         self._workers = {name: VirtualWorker(machine, self, report_every=every, reports=reports) for name, machine in machines.items()}

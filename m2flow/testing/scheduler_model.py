@@ -296,11 +296,11 @@ class FakeWorker:
         """Check that a task starts in its turn, with its rows here."""
         first = next((number for number in self._unanswered if number not in self._begun), None)
         assert task.number == first, f"{self.name} starts task {task.number} before task {first}"
-        if isinstance(task, m.Generate):
-            if task.aborted_by >= 0:
+        if isinstance(task, m.Generate | m.EmbedPrompts):
+            if isinstance(task, m.Generate) and task.aborted_by >= 0:
                 self._has(stopped_at(task.aborted_by), task.ids)
             else:
-                ref = self._calls[task.drawn_by].input("prompts")
+                ref = self._calls[task.drawn_by if isinstance(task, m.Generate) else task.call].input("prompts")
                 assert ref is not None
                 self._has(ref.call, task.prompts)
         elif isinstance(task, m.RunFunction | m.Accumulate):
@@ -378,6 +378,8 @@ class FakeWorker:
                 manifest = Manifest(f"{role}-{version}", 1, ())
             case m.LoadWeights():
                 self._load(task)
+            case m.EmbedPrompts():
+                self._owns("rollout", self._calls[task.call].role)
             case m.ShrinkKVCache():
                 assert self.owner == "rollout", "room is made on devices that others have"
             case m.Switch(to=to):
@@ -385,7 +387,7 @@ class FakeWorker:
                 self.owner = to
             case _:
                 raise AssertionError(f"{self.name} was given {task}")
-        self.say(m.TaskDone(task.number, 1.0, manifest))
+        self.say(m.TaskDone(task.number, 1.0, manifest, [[rng.random()] for _ in getattr(task, "prompts", ())]))
 
     def _load(self, task: m.LoadWeights) -> None:
         self._owns("rollout", task.role)
@@ -956,7 +958,7 @@ class Model:
                 assert at_work == kind, f"{kind} work for {name} while {other.name} has {at_work} work"
 
     def _kind(self, task: m.Task) -> str:
-        if isinstance(task, m.Generate | m.LoadWeights | m.ShrinkKVCache):
+        if isinstance(task, m.Generate | m.EmbedPrompts | m.LoadWeights | m.ShrinkKVCache):
             return "rollout"
         return "function" if task.call >= 0 and self.calls[task.call].engine == "function" else "train"
 
@@ -977,9 +979,7 @@ class Model:
             by_call.setdefault(call, {}).setdefault(epoch, set()).add(row)
         for call, epochs in by_call.items():
             wanted = self.calls[call].options["epochs"]
-            assert all(row not in self._left_out for rows in epochs.values() for row in rows), (
-                f"call {call} trained on what is in no result"
-            )
+            assert all(row not in self._left_out for rows in epochs.values() for row in rows), f"call {call} trained on what is left out"
             if call in self.resolved:
                 assert sorted(epochs) == list(range(int(str(wanted)))), f"call {call} trained in the epochs {sorted(epochs)} of {wanted}"
                 assert all(rows == epochs[0] for rows in epochs.values()), f"call {call} trained on other rows in another epoch"

@@ -5,31 +5,39 @@ Real scheduler, real workers, fake engines in exact integers; programs, clusters
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from machine_lines import random_walk
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, steps
-from m2flow.errors import SpecError
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
+from m2flow.engines.contract import Request
+from m2flow.errors import EngineError, SpecError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
+from m2flow.micro.protocol.plan import PREFILL
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatch
 from m2flow.rollout_scheduling.decode_model import DecodeModel
 from m2flow.rollout_scheduling.lengths import StepLengths
 from m2flow.rollout_scheduling.policies import POLICIES, make_policy
 from m2flow.rollout_scheduling.policy import Seen
-from m2flow.rollout_scheduling.predictors import EarlierSteps, Siblings
+from m2flow.rollout_scheduling.predictors import EarlierSteps, Learned, Siblings
 from m2flow.rollout_scheduling.study import play
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing import fakes
+from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import clusters, difference, policies, programs, scheduled, timed_programs
 from m2flow.testing.scheduler_model import Model
 from m2flow.testing.world import run_eager, run_planned
 
+DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(5)]
 ADVERSARY = f"{Path(fakes.__file__)}:Adversary:seed={{seed}}"
 NUM_CASES = 12
@@ -115,6 +123,98 @@ def test_policies_are_told_how_hard_the_dataset_says_that_prompts_are(monkeypatc
     assert told == [["0", "1", "0"], ["1", "0", "0"]]
 
 
+def prefilled(spec: ClusterSpec, names: tuple[str, ...]) -> ClusterSpec:
+    """The cluster with these policies, by lengths that are predicted from embeddings."""
+    spec = scheduled(spec, names, "learned")
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"difficulty": PREFILL})})
+
+
+THREE = ClusterSpec(
+    placement="split", cores=2, device="cpu", rollout=RolloutSpec(engine="fake", workers=3, max_running=2), train=TrainSpec(engine="fake")
+)
+
+
+def test_policies_are_told_the_embeddings_of_all_prompts_before_the_first_sample_begins(monkeypatch):
+    """They are by the weights that the step has, and each prompt is embedded once."""
+    told, asked = [], Counter()
+    begin, embed, add = Learned.begin, FakeRollout.embeddings, FakeRollout.add
+
+    def listen(self: Learned, seen: Seen) -> None:
+        told.append([json.loads(text) for text in seen.difficulties])
+        begin(self, seen)
+
+    def count(self: FakeRollout, requests: Sequence[Request]) -> object:
+        asked.update([(self.version, str(request.prompt)) for request in requests])
+        return embed(self, requests)
+
+    def check(self: FakeRollout, requests: Sequence[Request]) -> None:
+        assert len(told) == self.version + 1, "a sample begins before the policy knows the prompts"
+        add(self, requests)
+
+    monkeypatch.setattr(Learned, "begin", listen)
+    monkeypatch.setattr(FakeRollout, "embeddings", count)
+    monkeypatch.setattr(FakeRollout, "add", check)
+    planned = run_planned(several_epochs, {"num_steps": 3}, prefilled(THREE, ("longest-first",)), order_seed=1)
+    monkeypatch.undo()
+    assert planned == run_eager(several_epochs, {"num_steps": 3}, THREE)
+    assert [len(of_step) for of_step in told] == [4, 4, 4]
+    lengths = [sorted(len(prompt) for version, prompt in asked.elements() if version == step) for step in range(3)]
+    assert [sorted(num_tokens for num_tokens, _ in of_step) for of_step in told] == lengths
+
+
+@flow
+def digits(num_steps: int = 3) -> None:
+    policy, verifier = Policy(DIGITS, init="random"), Reward(num_digits)
+    prompts = Dataset([{"prompt": f"{i * 7919 % 100000}="} for i in range(72)], shuffle=False)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(24), n=2, max_new_tokens=8)
+        policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_model_whose_prompts_are_embedded_gives_the_same_samples(monkeypatch, deterministic):
+    """Bit by bit with `--deterministic`; otherwise what runs together differs with the order, and with it the last bits."""
+    told = []
+    begin = Learned.begin
+
+    def listen(self: Learned, seen: Seen) -> None:
+        told.append([json.loads(text) for text in seen.difficulties])
+        begin(self, seen)
+
+    spec = scheduled(
+        THREE.model_copy(update={"rollout": RolloutSpec(workers=2, max_running=16), "train": TrainSpec()}), ("longest-first",), "learned"
+    )
+    without = run_planned(digits, {}, spec, order_seed=4, deterministic=deterministic)
+    monkeypatch.setattr(Learned, "begin", listen)
+    embedded = run_planned(digits, {}, prefilled(spec, ("longest-first",)), order_seed=4, deterministic=deterministic)
+    assert not without.error
+    assert embedded.samples == without.samples
+    if deterministic:
+        assert embedded == without
+    assert [np.array(of_step).shape for of_step in told] == [(24, 32)] * 3
+    assert np.abs(np.array(told[1])).max() > 0.1
+
+
+def test_an_engine_that_fails_to_embed_prompts_costs_the_prediction_and_no_sample(monkeypatch, capsys):
+    def refuse(self: FakeRollout, requests: Sequence[Request]) -> object:
+        raise EngineError("no head")
+
+    monkeypatch.setattr(FakeRollout, "embeddings", refuse)
+    planned = run_planned(several_epochs, {}, prefilled(THREE, ("longest-first",)), order_seed=2)
+    assert planned == run_eager(several_epochs, {}, THREE)
+    assert "without embeddings of 2 prompts: no head" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(0)
+def test_any_program_whose_prompts_are_embedded_equals_eager(request):
+    @many(request.config)
+    @given(st.one_of(programs(), timed_programs(), programs(fails=True)), clusters(), policies(), st.integers(0, 2**30))
+    def holds(program, spec, names, order_seed):
+        assert difference(program, prefilled(spec, names or ("longest-first",)), order_seed=order_seed) is None
+
+    holds()
+
+
 @pytest.mark.timeout(0)
 def test_any_program_under_any_policies_equals_eager(request):
     @many(request.config)
@@ -175,13 +275,34 @@ def test_the_plan_says_which_policies_a_rollout_goes_by():
         ({"difficulty": "lvel"}, "no prompts have such a column; there are prompt"),
         ({"policy": ("longest-first",), "predictor": "earlier-steps", "difficulty": "prompt"}, "'earlier-steps' does not go by it"),
         ({"policy": ("longest-first",), "difficulty": "prompt"}, ""),
+        ({"difficulty": PREFILL, "predictor": "learned"}, ""),
+        ({"difficulty": PREFILL}, "the predictor 'siblings' does not go by it, 'learned' does"),
+        ({"difficulty": PREFILL, "predictor": "learned", "engine": "sglang"}, "'sglang' computes no embeddings of prompts, embedded does"),
+        ({"difficulty": PREFILL, "predictor": "learned", "engine": "vllm"}, "'vllm' computes no embeddings of prompts, embedded does"),
     ],
 )
 def test_the_plan_says_if_the_column_for_difficulty_changes_nothing(said, why):
     graph, models, _ = trace(several_epochs, {}, seed=0, assume=0.0)
-    spec = ClusterSpec(rollout=RolloutSpec(engine="fake", **said), train=TrainSpec(engine="fake"))
-    noted = [note for note in lower(graph, models, spec).notes if "rollout.difficulty" in note]
+    spec = ClusterSpec(rollout=RolloutSpec(**{"engine": "fake"} | said), train=TrainSpec(engine="fake"))
+    plan = lower(graph, models, spec)
+    noted = [note for note in plan.notes if "rollout.difficulty" in note]
     assert [why in note for note in noted] == [True] * bool(why)
+    assert plan.difficulty == ("" if why and said["difficulty"] == PREFILL else said["difficulty"])
+
+
+@flow
+def says_prefill() -> None:
+    """A column has the name of what is none."""
+    policy, verifier = Policy("fake"), Reward(num_digits)
+    responses = policy.generate(Dataset([row | {"prefill": "hard"} for row in ROWS]).take(3), n=2, max_new_tokens=8)
+    policy.update(responses, verifier.score(responses))
+
+
+def test_a_column_named_prefill_is_not_read_and_the_plan_says_so():
+    graph, models, _ = trace(says_prefill, {}, seed=0, assume=0.0)
+    spec = ClusterSpec(rollout=RolloutSpec(engine="fake", predictor="learned", difficulty=PREFILL), train=TrainSpec(engine="fake"))
+    (note,) = [note for note in lower(graph, models, spec).notes if "rollout.difficulty" in note]
+    assert "their column of that name is not read" in note
 
 
 def test_the_policies_of_the_document_run_in_the_study_and_live(tmp_path):
@@ -215,6 +336,14 @@ def test_every_rule_of_the_scheduler_holds_under_a_policy_with_messages_late_and
     num_events, walks = 0, 0
     while num_events < (100_000 if request.config.getoption("--long") else 400):
         num_events += random_walk(walks, 60, dies=dies, policies=name.format(seed=walks))
+        walks += 1
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["all workers stay", "workers die and come back"])
+def test_every_rule_of_the_scheduler_holds_where_prompts_are_embedded_first(request, dies):
+    num_events, walks = 0, 0
+    while num_events < (100_000 if request.config.getoption("--long") else 400):
+        num_events += random_walk(walks, 60, dies=dies, policies="longest-first+admission", embeds=True)
         walks += 1
 
 

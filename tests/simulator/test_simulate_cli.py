@@ -77,6 +77,15 @@ def test_the_text_names_the_bound_and_why_devices_were_idle(flow_file):
         assert said in text
 
 
+def test_it_says_that_simulated_prompts_are_not_embedded(flow_file, tmp_path):
+    cluster = tmp_path / "cluster.yaml"
+    said = "rollout.difficulty, 'prefill', changes nothing here: simulated prompts are not embedded"
+    for predictor, is_said in (("learned", True), ("siblings", False)):  # The plan has said before why the other has no use for them.
+        cluster.write_text(f"rollout: {{difficulty: prefill, predictor: {predictor}}}")
+        text = run(flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--steps", "2", "--cluster", cluster)
+        assert (said in text) is is_said
+
+
 def test_the_comparison_has_each_placement_with_each_staleness(flow_file):
     rows = json.loads(run("flow", flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--steps", "2", "--compare", "--json"))
     assert {(row["placement"], row["staleness"]) for row in rows} == {

@@ -10,6 +10,7 @@ from typing import TypeVar, final
 from m2flow import Dataset, Policy, Reference, Reward, Sample, concat, flow, nll, op, ppo_clip, reinforce
 from m2flow.errors import FlowError
 from m2flow.macro.handles import Handle, Rows
+from m2flow.micro.protocol.plan import PREFILL
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.scheduler_model import Model
 
@@ -300,12 +301,16 @@ MOVES = (
 """Each as often as it is drawn."""
 
 
-def random_walk(seed: int, num_moves: int, *, dies: bool = False, policies: str = "") -> int:
-    """A program of so many moves that a seed decides, to its end; how many events the scheduler took."""
+def random_walk(seed: int, num_moves: int, *, dies: bool = False, policies: str = "", embeds: bool = False) -> int:
+    """A program of so many moves that a seed decides, to its end; how many events the scheduler took. With `embeds` policies go by
+    embeddings of prompts.
+    """
     rng = random.Random(seed)
     spec = cluster(
         rng.choice(["split", "time-shared"]), rng.randint(1, 3), rng.choice([1, 3, 64]), rng.choice([1, 30, 4096]), rng.randint(1, 2)
     )
+    if embeds:
+        spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"difficulty": PREFILL, "predictor": "learned"})})
     program = Program(
         spec.with_policy(policies),
         staleness=rng.choice([0, 1, 1, 2]),

@@ -14,7 +14,7 @@ from m2flow.engines.registry import capabilities_of, check_adapters, check_eight
 from m2flow.errors import PlanError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.oversampling import carries, keeps_cache
-from m2flow.micro.protocol.plan import WorkerPlan
+from m2flow.micro.protocol.plan import PREFILL, WorkerPlan
 from m2flow.recipe import OPTIMIZERS, AdamW8bit, Episodes, Model, Sampling
 from m2flow.rollout_scheduling.policies import Auto
 from m2flow.rollout_scheduling.predictors import Learned, Siblings
@@ -247,15 +247,38 @@ def policies_of(rollout: RolloutSpec) -> tuple[str, ...]:
     return rollout.policy or ((Auto.name,) if rollout.difficulty else ())
 
 
+def difficulty_of(graph: MacroGraph, rollout: RolloutSpec) -> str:
+    """The difficulty that the plan has: the spec's; empty for `prefill` where it has no effect, so that no prompt is embedded in vain."""
+    return "" if rollout.difficulty == PREFILL and _why_not_embedded(graph, rollout) else rollout.difficulty
+
+
 def notes_on_difficulty(graph: MacroGraph, rollout: RolloutSpec) -> tuple[str, ...]:
-    """A note if the spec's column for the difficulty of prompts has no effect; it says why."""
+    """A note if the spec's difficulty of prompts has no effect, which says why; or if `prefill` hides a column of that name."""
     if not rollout.difficulty:
         return ()
     columns = {name: 0 for call in graph.calls if isinstance(rows := call.options.get("rows"), Batch) for name in rows.columns}
-    if rollout.predictor not in (Siblings.name, Learned.name):
+    notes = []
+    if rollout.difficulty == PREFILL:
+        why = _why_not_embedded(graph, rollout)
+        if PREFILL in columns:
+            notes.append(f"rollout.difficulty, {PREFILL!r}, is what the policy makes of prompts: their column of that name is not read")
+    elif rollout.predictor not in (Siblings.name, Learned.name):
         why = f"the predictor {rollout.predictor!r} does not go by it"
-    elif rollout.difficulty not in columns:
-        why = f"no prompts have such a column; there are {', '.join(columns) or 'none'}"
     else:
-        return ()
-    return (f"rollout.difficulty, {rollout.difficulty!r}, changes nothing here: {why}",)
+        why = "" if rollout.difficulty in columns else f"no prompts have such a column; there are {', '.join(columns) or 'none'}"
+    return (*([f"rollout.difficulty, {rollout.difficulty!r}, changes nothing here: {why}"] if why else []), *notes)
+
+
+def _why_not_embedded(graph: MacroGraph, rollout: RolloutSpec) -> str:
+    """Why no prompts are embedded for `difficulty: prefill`; empty if some are."""
+    if rollout.predictor != Learned.name:
+        return f"the predictor {rollout.predictor!r} does not go by it, {Learned.name!r} does"
+    can = rollout_capabilities(rollout.engine)
+    if can is None or not can.embeds:
+        able = [info.name for info in engines() if info.kind == "rollout" and info.capabilities.embeds and not info.name.startswith("fake")]
+        return f"the rollout engine {rollout.engine!r} computes no embeddings of prompts, {', '.join(able)} does"
+    sources = {call.ordinal for call in graph.calls if call.engine == "source"}
+    drawn = [call for call in graph.calls if call.engine == "rollout" and "agent" not in call.options]
+    if not any(ref.call in sources for call in drawn if (ref := call.input("prompts")) is not None):
+        return "no samples are generated from prompts of a dataset as they stand"
+    return ""

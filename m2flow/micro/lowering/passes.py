@@ -63,6 +63,7 @@ from m2flow.micro.lowering.capabilities import (
     check_routing,
     check_sampling,
     check_sequences,
+    difficulty_of,
     notes_on_capabilities,
     notes_on_difficulty,
     policies_of,
@@ -357,7 +358,7 @@ def lower(
         choice=choice,
         policies=policies_of(spec.rollout),
         predictor=spec.rollout.predictor,
-        difficulty=spec.rollout.difficulty,
+        difficulty=difficulty_of(graph, spec.rollout),
     ).verify()
 
 

@@ -69,6 +69,15 @@ class Generate(Task, frozen=True):
     samples (`m2flow.micro.protocol.worker_state.instance_of`)."""
 
 
+class EmbedPrompts(Task, frozen=True):
+    """Compute the embeddings of prompts of a generation, by which its samples' lengths are predicted (`RolloutEngine.embeddings`)."""
+
+    samples: list[int]
+    """A sample of each prompt."""
+    prompts: list[int]
+    """Row of each prompt, in the `prompts` input of the call."""
+
+
 class RunFunction(Task, frozen=True):
     """Run a call's function, or compute its log-probabilities, on samples."""
 
@@ -321,6 +330,8 @@ class TaskDone(Message, frozen=True):
     task: int
     result: dict[str, float] | float | str | None = None
     manifest: Manifest | None = None
+    embeddings: list[list[float]] = []
+    """Of `EmbedPrompts`: that of each prompt, in their order. Empty: the engine could compute none, or the task was aborted."""
 
 
 class TaskFailed(Message, frozen=True):
@@ -401,6 +412,7 @@ ToWorker = (
     Define
     | Peers
     | Generate
+    | EmbedPrompts
     | RunFunction
     | Accumulate
     | Apply

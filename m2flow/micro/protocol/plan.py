@@ -339,6 +339,10 @@ class Pace(msgspec.Struct, frozen=True):
     """Samples that an instance decodes at once; 0: as many as it holds."""
 
 
+PREFILL = "prefill"
+"""The difficulty of prompts that no column has: their embeddings, which the rollout engines compute (`RolloutEngine.embeddings`)."""
+
+
 class Line(msgspec.Struct, frozen=True):
     """One derived number that people get wrong, with its formula."""
 
@@ -369,7 +373,7 @@ class Plan(msgspec.Struct, frozen=True):
     predictor: str = "siblings"
     """The predictor of response lengths that policies use."""
     difficulty: str = ""
-    """The column of prompts that has their difficulty; empty if none has."""
+    """The column of prompts that has their difficulty, or `PREFILL`; empty if nothing says it."""
     paces: tuple[Pace, ...] = ()
     """Speeds that policies assume; a role without one has the default decode model's."""
 

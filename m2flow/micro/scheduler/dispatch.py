@@ -99,6 +99,11 @@ class RolloutDispatch:
             if self._state.has_given_back(worker, call_state):
                 continue
             if call_state.is_under_policy:
+                embeddings = self._state.policies.of_call[call_state.call.ordinal].embeddings
+                if embeddings is not None and not embeddings.are_known:
+                    if embeddings.has_some_for(worker.name):
+                        return lambda call_state=call_state: self._embed(worker, call_state)  # type: ignore[misc]
+                    continue
                 room = min(worker.room_for(call_state.stage.chunk), call_state.num_may_begin)
                 if room > 0 and self._has_samples_for(worker, call_state):
                     return lambda call_state=call_state, room=room: self._give_by_policy(worker, call_state, room)  # type: ignore[misc]
@@ -128,6 +133,14 @@ class RolloutDispatch:
         found = dispatch.has_samples_for(worker)
         self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
         return found
+
+    def _embed(self, worker: WorkerState, call_state: CallState) -> None:
+        """Have a worker embed some prompts of a generation, none of whose samples has begun."""
+        embeddings = self._state.policies.of_call[call_state.call.ordinal].embeddings
+        assert embeddings is not None
+        samples, prompts = embeddings.take(worker.name)
+        self._state.bring(call_state.aligned_inputs[0], prompts, worker.name)
+        self._state.start(worker, "rollout", m.EmbedPrompts(self._state.next_task(), call_state.call.ordinal, samples, prompts))
 
     def _give_by_policy(self, worker: WorkerState, call_state: CallState, room: int) -> None:
         rows = self._state.policies.of_call[call_state.call.ordinal].take(worker, room)

@@ -296,7 +296,7 @@ class Scheduler:
     def _end_task(self, number: int) -> TaskState | None:
         """Remove an ended task from its worker; None if it had ended before."""
         ended = self._state.end_task(number)
-        if ended is not None and type(ended.message) is m.Generate:
+        if ended is not None and type(ended.message) in (m.Generate, m.EmbedPrompts):
             self._calls.task_ended(ended.message.call)
         return ended
 
@@ -333,6 +333,8 @@ class Scheduler:
                 state.speaks_again(worker)
             case m.Switch(to=to):
                 self._turns.switched(worker, to)
+            case m.EmbedPrompts():
+                self._policies.embedded(worker.name, task, done.embeddings)
             case m.ShrinkKVCache():
                 self._turns.shrunk_cache(worker)
             case m.Save():
@@ -360,7 +362,7 @@ class Scheduler:
                 for report in self._recovery.unreported(message):
                     self._calls.restored(report)
             for task in self._recovery.requeue_tasks(event):
-                if isinstance(task, m.Generate):
+                if isinstance(task, m.Generate | m.EmbedPrompts):
                     self._calls.task_ended(task.call)
             self._recovery.replace(event)
         commands = self._state.commands

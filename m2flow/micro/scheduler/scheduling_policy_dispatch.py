@@ -10,6 +10,10 @@ worker holds the right weights and has room. Nothing else depends on the policy:
 worker that is lost, has given back its devices, or has newer weights than the call may use (`SchedulerState.is_away`). A policy that
 holds back samples while no task is in flight is overruled (`force`).
 
+With `difficulty: prefill`, no sample of a generation begins before its prompts are embedded (`Embeddings`): a policy that puts the longest
+first must know all of them before it starts one. Whole groups go together, so knowing a prompt from when its first sample is prefilled
+would come too late for every sibling. An engine reads prompts twice, which is little beside the responses.
+
 Without a policy, episodes alone move (`EpisodeMoves`): from an instance where they wait to one that would have nothing to do.
 
 A policy object serves one call at a time. One that is free serves the next call of its role, with what it has learned; calls of a role
@@ -19,6 +23,7 @@ that overlap have one each. Lengths of earlier answers are kept by the prompt's 
 from __future__ import annotations
 
 import heapq
+import json
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -29,7 +34,7 @@ import numpy as np
 from m2flow.errors import SpecError
 from m2flow.macro.oversampling import is_cut, num_wanted
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.plan import Pace
+from m2flow.micro.protocol.plan import PREFILL, Pace
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler.call_state import CallState, Ready
 from m2flow.recipe import Sampling, longest_response
@@ -86,6 +91,70 @@ class PolicyState(Protocol):
     def requeue(self, call_state: CallState, rows: list[int], *, has_more: bool = False) -> None: ...
 
 
+_MOST_EMBEDDED = 64
+"""Prompts in a task: between two tasks an engine decodes what else runs there."""
+
+
+@final
+class Embeddings:
+    """The embeddings of a generation's prompts, which its rollout engines compute before its first sample begins.
+
+    Each worker that could begin samples gets an even share at most, one task at a time, and more when that is done. What a lost worker had
+    goes to others. What comes back without embeddings, or is left where nobody can compute them, stays unknown.
+    """
+
+    def __init__(self, call_state: CallState) -> None:
+        self._call_state = call_state
+        self._left: deque[tuple[int, int]] | None = None
+        """A sample and its prompt's row, of those that no worker has yet; None until somebody asks, when the rows are there."""
+        self._share = _MOST_EMBEDDED
+        self._asked: dict[str, list[tuple[int, int]]] = {}
+        """Worker -> those that it has."""
+        self.found: dict[int, str] = {}
+        """Row of the prompts -> its embedding, as JSON."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether no more are to come."""
+        return not self._asked and not self._open()
+
+    def has_some_for(self, worker: str) -> bool:
+        """Whether a worker, which could begin samples now, should embed some prompts."""
+        return worker not in self._asked and bool(self._open())
+
+    def take(self, worker: str) -> tuple[list[int], list[int]]:
+        """Take a worker's next prompts: a sample of each, and their rows."""
+        left = self._open()
+        taken = self._asked[worker] = [left.popleft() for _ in range(min(self._share, len(left)))]
+        return [row for row, _ in taken], [prompt for _, prompt in taken]
+
+    def came(self, worker: str, embeddings: Sequence[Sequence[float]]) -> None:
+        """Record what a worker has computed; empty if it could not."""
+        for (_, prompt), numbers in zip(self._asked.pop(worker, ()), embeddings, strict=False):
+            self.found[prompt] = json.dumps([round(number, 6) for number in numbers])
+
+    def lost(self, worker: str) -> None:
+        """Take back what a lost worker had."""
+        if worker in self._asked:
+            self._open().extendleft(reversed(self._asked.pop(worker)))
+
+    def give_up(self) -> None:
+        """Go on with those that are known."""
+        self._left = deque()
+        self._asked.clear()
+
+    def _open(self) -> deque[tuple[int, int]]:
+        if self._left is None:
+            call_state, first = self._call_state, dict[int, int]()
+            for row in call_state.ready:
+                if call_state.refill is None or SampleId.unpack(row).prompt < call_state.refill.num_allowed:
+                    first.setdefault(call_state.prompt_of(row), row)
+            first.pop(-1, None)  # What an earlier call drew.
+            self._left = deque((row, prompt) for prompt, row in first.items())
+            self._share = min(-(-len(first) // max(len(call_state.stage.workers), 1)), _MOST_EMBEDDED)
+        return self._left
+
+
 @final
 class PolicyDispatch:
     """Assigns the samples of one call to workers, as one policy says."""
@@ -98,12 +167,14 @@ class PolicyDispatch:
         earlier: Mapping[int, Sequence[int]],
         pace: Pace | None = None,
         difficulties: Mapping[int, str] = MappingProxyType({}),
+        embeddings: Embeddings | None = None,
     ) -> None:
         """
         Args:
             earlier: row of the prompts -> lengths of answers to the same prompt in earlier epochs.
             pace: how fast its engines are; by default as fast as those of the default decode model.
             difficulties: row of the prompts -> how hard it is said to be.
+            embeddings: says that instead, once they are known; until then nothing begins.
         """
         assert isinstance(call_state.ready, Ready)
         prompts = call_state.call.input("prompts")
@@ -119,7 +190,8 @@ class PolicyDispatch:
         self._num_known = state.num_changes
         """`SchedulerState.num_changes` when it was last looked who is away."""
         self._pace = pace
-        self._difficulties = difficulties
+        self._difficulties = difficulties if embeddings is None else embeddings.found
+        self.embeddings = embeddings
         self._dealt: set[int] = set()
         self.lengths: dict[int, int] = {}
         """Finished row -> tokens generated."""
@@ -156,6 +228,8 @@ class PolicyDispatch:
 
     def deal(self) -> list[WorkerState]:
         """Assign what may begin now that samples have ended; return the workers that got some."""
+        if self.embeddings is not None and not self.embeddings.are_known:
+            return []
         self._refresh()
         self._deal()
         return self.dealt_to()
@@ -180,6 +254,8 @@ class PolicyDispatch:
 
     def force(self) -> bool:
         """Let one sample begin whatever the policy says; return whether one waits."""
+        if self.embeddings is not None:
+            self.embeddings.give_up()
         self._refresh()
         self._is_forced = bool(self.seen.waiting)
         if self._is_forced:
@@ -215,6 +291,8 @@ class PolicyDispatch:
 
     def lost(self, worker: str) -> None:
         """Remove a lost worker, whose samples come back into `ready`."""
+        if self.embeddings is not None:
+            self.embeddings.lost(worker)
         j = self._instances.get(worker)
         if j is not None:
             self._at = {row: there for row, there in self._at.items() if there != j}
@@ -503,9 +581,25 @@ class PolicyDispatches:
         call_state.ready = Ready()
         texts = self._said(call_state, "prompt") if self._policies.earlier else {}
         earlier = {row: self._policies.earlier.get((role, text), ()) for row, text in texts.items()}
-        difficulties = self._said(call_state, self._policies.difficulty) if self._policies.difficulty else {}
-        dispatch = PolicyDispatch(self._state, call_state, policy, earlier, self._policies.paces.get(role), difficulties)
+        difficulty, embeddings = self._policies.difficulty, self._embeddings(call_state)
+        difficulties = self._said(call_state, difficulty) if difficulty not in ("", PREFILL) else {}
+        dispatch = PolicyDispatch(self._state, call_state, policy, earlier, self._policies.paces.get(role), difficulties, embeddings)
         self._policies.of_call[call_state.call.ordinal] = dispatch
+
+    def _embeddings(self, call_state: CallState) -> Embeddings | None:
+        """The embeddings of a generation's prompts, if it goes by them and its prompts are all there when it begins."""
+        prompts = call_state.call.input("prompts")
+        if self._policies.difficulty != PREFILL or "agent" in call_state.call.options or prompts is None:
+            return None
+        return Embeddings(call_state) if self._state.calls[prompts.call].call.engine == "source" else None
+
+    def embedded(self, worker: str, task: m.EmbedPrompts, embeddings: Sequence[Sequence[float]]) -> None:
+        """Record embeddings of prompts that a worker has computed; empty if it could not."""
+        dispatch = self._policies.of_call.get(task.call)
+        if dispatch is not None and dispatch.embeddings is not None:
+            dispatch.embeddings.came(worker, embeddings)
+            if dispatch.embeddings.are_known:
+                self._state.ready_workers.wake_role(dispatch.call_state.call.role)
 
     def over(self, call_state: CallState) -> None:
         """End a generation that is done or failed, and remember the lengths of its answers."""

@@ -378,6 +378,10 @@ class EngineHost:
         requests = call_semantics.requests(drawn or call, ids, prompts, self._run_seed)
         self._begin(call, drawn or call, requests, prompts, waited_us, speakers, waits_us, is_stopped=False)
 
+    def embeddings(self, role: str, requests: Sequence[Request]) -> list[list[float]]:
+        """Embed the prompts of requests by a role's rollout engine (`RolloutEngine.embeddings`)."""
+        return [list(map(float, row)) for row in self._engine(self._rollout, role).embeddings(requests)]
+
     def resume(
         self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0, speakers: _Speakers = _NONE, waits_us: Sequence[int] = ()
     ) -> None:
@@ -458,8 +462,7 @@ class EngineHost:
             return instance_of(packed, self._inflight[packed].speakers[role])
 
         def has_limit(packed: int) -> bool:
-            bounds = self._inflight[packed].drawn.options["episodes"]
-            assert isinstance(bounds, Bounds)
+            bounds: Any = self._inflight[packed].drawn.options["episodes"]
             return is_limited(bounds)
 
         window_of = lambda packed: Window(*window(self._inflight[packed].call, role))  # noqa: E731
@@ -471,11 +474,8 @@ class EngineHost:
         if self._takes_turns and slot.takes_turn != self._turn:
             return f"its engine is not on its devices, which are {self._turn}'s"
         version = engine.version
-        return (
-            ""
-            if may_use.oldest <= version <= may_use.newest
-            else f"its engine has version {version}, not {may_use.oldest} to {may_use.newest}"
-        )
+        may_speak = may_use.oldest <= version <= may_use.newest
+        return "" if may_speak else f"its engine has version {version}, not {may_use.oldest} to {may_use.newest}"
 
     def turns_asked(self, sender: str, rows: Batch) -> None:
         """Take in turns that another process asks for, and those that it gives up."""

@@ -104,6 +104,8 @@ def rows_needed(task: m.Task, call_of: Callable[[int], Call]) -> list[RowsNeeded
         if task.aborted_by >= 0:
             return [RowsNeeded(stopped_at(task.aborted_by), task.ids, task.had)]
         return [RowsNeeded(prompts_of(call_of(task.drawn_by)), task.prompts)]
+    if isinstance(task, m.EmbedPrompts):
+        return [RowsNeeded(prompts_of(call_of(task.call)), task.prompts)]
     if not isinstance(task, m.RunFunction | m.Accumulate):
         return []
     call, values = call_of(task.call), task.values if isinstance(task, m.RunFunction) else ()

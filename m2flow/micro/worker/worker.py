@@ -703,6 +703,8 @@ class Worker:
             case m.Generate():
                 self._generate(task)
                 return None
+            case m.EmbedPrompts():
+                return m.TaskDone(task.number, embeddings=self._embed(task))
             case m.RunFunction(forward_to=forward_to):
                 call = self._calls[task.call]
                 left: set[int] = set()
@@ -834,6 +836,18 @@ class Worker:
             prompts = self._store.get(prompts_of(drawn), task.prompts)
             self.engine_host.generate(call, task.ids, prompts, drawn, task.waited_us, task.speakers, task.waits_us)
         self._tasks.began(task)
+
+    def _embed(self, task: m.EmbedPrompts) -> list[list[float]]:
+        """The embeddings of prompts; none if the engine can't, or if it refuses a prompt, as it will again when it is to generate."""
+        call = self._calls[task.call]
+        prompts = self._store.get(prompts_of(call), task.prompts)
+        requests = call_semantics.requests(call, task.samples, prompts, self.settings.run_seed)
+        with self.recorder.span(SpanName.ROLLOUT_PREFILL, label=f"{call.role} embeddings", num_samples=len(requests)):
+            try:
+                return self.engine_host.embeddings(call.role, requests)
+            except M2FlowError as error:
+                print(f"{call.name} is scheduled without embeddings of {len(requests)} prompts: {error}", flush=True)
+                return []
 
     def _decode(self) -> None:
         """One token of everything that generates; what has finished leaves, and what goes on is written down now and then."""

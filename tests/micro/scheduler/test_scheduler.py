@@ -281,6 +281,51 @@ def test_what_a_call_that_writes_had_not_reported_when_its_worker_was_lost_is_ru
     assert tasks(WorkerLost(worker, returns=True), WorkerJoined(worker, 1)) == [rows[1:]]
 
 
+@flow
+def six() -> None:
+    Policy("fake").generate(Dataset([{"prompt": str(i)} for i in range(6)]).take(6), n=2, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("can", [True, False], ids=["all are embedded", "some engines could not"])
+def test_the_prompts_of_a_lost_worker_are_embedded_by_another_before_any_sample_begins(can):
+    graph, models, _ = trace(six, {}, steps=1)
+    rollout = RolloutSpec(engine="fake", workers=3, policy=("longest-first",), predictor="learned", difficulty="prefill")
+    spec = ClusterSpec(placement="split", cores=2, device="cpu", rollout=rollout)
+    plan = lower(graph, models, spec)
+    scheduler, stages = Scheduler(plan), Lowering(plan, spec).stages(graph)
+    source, generate = graph.calls
+    rows = source.options["rows"].ids.tolist()
+    at: dict[str, m.EmbedPrompts] = {}
+
+    def tell(*events: Event) -> list[tuple[str, list[int]]]:
+        """The worker and the prompts, or samples, of each new task."""
+        found = []
+        for sent in [one for event in events for one in scheduler.handle(event) if isinstance(one, Send)]:
+            if isinstance(task := sent.message, m.EmbedPrompts):
+                at[sent.worker] = task
+                found.append((sent.worker, task.prompts))
+            elif isinstance(task, m.Generate):
+                found.append((sent.worker, task.ids))
+        return found
+
+    def done(worker: str) -> FromWorker:
+        return FromWorker(
+            worker, m.TaskDone(at[worker].number, embeddings=[[float(row), 0.5] for row in at[worker].prompts] if can else [])
+        )
+
+    added = [CallAdded(call, stage) for call, stage in zip(graph.calls, stages, strict=True)]
+    assert tell(*added, Sourced(source.ordinal, rows, [1] * 6)) == [(f"rollout-{i}", rows[2 * i : 2 * i + 2]) for i in range(3)]
+    late = done("rollout-1")
+    assert tell(WorkerLost("rollout-1", returns=False), late) == []
+    assert tell(done("rollout-0")) == [("rollout-0", rows[2:4])]
+    assert tell(done("rollout-2")) == []
+    begun = tell(done("rollout-0"))
+    assert {worker for worker, _ in begun} == {"rollout-0", "rollout-2"}
+    assert sum(len(ids) for _, ids in begun) == 12
+    told = scheduler._state.policies.of_call[generate.ordinal].seen.difficulties
+    assert list(told) == ([f"[{float(row)}, 0.5]" for row in rows] if can else [])
+
+
 def test_rows_that_a_lost_worker_made_are_nobodys_until_they_are_made_again():
     rows = RowLocations()
     rows.made(1, [10, 11], "functions-0", ["functions-1"])
