@@ -10,9 +10,9 @@ worker holds the right weights and has room. Nothing else depends on the policy:
 worker that is lost, has given back its devices, or has newer weights than the call may use (`SchedulerState.is_away`). A policy that
 holds back samples while no task is in flight is overruled (`force`).
 
-With `difficulty: prefill`, no sample of a generation begins before its prompts are embedded (`Embeddings`): a policy that puts the longest
-first must know all of them before it starts one. Whole groups go together, so knowing a prompt from when its first sample is prefilled
-would come too late for every sibling. An engine reads prompts twice, which is little beside the responses.
+With `difficulty: prefill`, no sample of a generation begins before its prompts are embedded (`Embeddings`). `auto` and `split` decide then.
+To know a prompt from when its first sample is prefilled would do for `longest-first` alone, and only if it took groups apart, whose prompts
+are then read by several engines. Instead prompts are read twice, which is little beside responses that are much longer.
 
 Without a policy, episodes alone move (`EpisodeMoves`): from an instance where they wait to one that would have nothing to do.
 
