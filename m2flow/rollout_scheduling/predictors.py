@@ -547,8 +547,9 @@ class _Regression:
         count, total = np.concatenate(counts), np.concatenate(sums)
         numbers = np.concatenate([self._padded(one.numbers) for one in known])[count > 0]
         labels = [label for one in known for label in one.labels]
-        self._centre = np.nan_to_num(np.nanmean(numbers, axis=0)) if len(numbers) else np.zeros(self._width)
-        self._scale = np.nan_to_num(np.nanstd(numbers, axis=0)) if len(numbers) else np.zeros(self._width)
+        num_known = np.maximum((~np.isnan(numbers)).sum(axis=0), 1)  # None, where what was answered has no such number.
+        self._centre = np.nansum(numbers, axis=0) / num_known
+        self._scale = np.sqrt(np.nansum((numbers - self._centre) ** 2, axis=0) / num_known)
         mine, told = total[count > 0] / count[count > 0], self._told(numbers, [labels[i] for i in np.flatnonzero(count)])
         weights = np.sqrt(count[count > 0] / (1 + (count[count > 0] - 1) * _ICC_BETWEEN))
         self._mean = float(np.average(mine, weights=weights**2)) if len(mine) else 0.0

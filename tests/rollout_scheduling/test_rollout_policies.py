@@ -368,6 +368,19 @@ def test_a_learned_predictor_reads_embeddings_and_numbers_and_is_judged_on_steps
     assert skill_of(Siblings(), by_number, cap=lengths.cap).gain < 0.05, "each number is a label of its own to it"
 
 
+def test_embeddings_that_only_prompts_without_answers_have_are_left_out() -> None:
+    """As where an engine could embed the prompts of one step and not of the others."""
+    predictor = Learned()
+    seen = _seen(_groups([[10 + k % 9, 20 + k % 7] for k in range(30)]))
+    seen.difficulties = ["[0.5, 1.5]"] + [""] * 29
+    predictor.begin(seen)
+    seen.finished = {sample: 10 + sample % 9 for sample in range(2, 60)}
+    predictor.end()
+    predictor.begin(_seen(_groups([[1], [1]])))
+    assert (predictor.gain, predictor.is_blind) == (0.0, False)
+    assert predictor.expected() == pytest.approx([14, 14], abs=2)
+
+
 def test_noise_is_not_taken_for_prediction() -> None:
     lengths, predictor = parse_lengths("lognormal:median=400,sigma=1,cap=4000"), Learned()
     dice = np.random.default_rng(5)
