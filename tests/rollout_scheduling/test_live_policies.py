@@ -347,6 +347,10 @@ def test_every_rule_of_the_scheduler_holds_where_prompts_are_embedded_first(requ
         walks += 1
 
 
+def test_workers_are_asked_again_when_late_samples_are_dropped_and_the_others_are_dealt_anew():
+    random_walk(1116, 60, policies="auto", embeds=True)  # One of two instances had the rest in its queue, and could not take it yet.
+
+
 def test_samples_move_while_they_run_and_are_what_they_would_have_been(monkeypatch):
     moved: list[bool] = []
     preempted = PolicyDispatch.preempted

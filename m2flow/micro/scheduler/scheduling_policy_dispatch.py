@@ -628,6 +628,7 @@ class PolicyDispatches:
         dispatch = self._policies.of_call.get(call_state.call.ordinal)
         if dispatch is not None:
             dispatch.gave_up(call_state.dropped)
+            self._state.ready_workers.wake_role(call_state.call.role)  # What is left is dealt anew.
 
     def reported(self, worker: str, message: m.Load) -> None:
         """Record an engine's load, and preempt samples that policies want to move."""
