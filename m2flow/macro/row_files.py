@@ -340,7 +340,7 @@ class _Mapping:
                 raise DatasetError(f"columns={columns!r:.80} says nothing of the prompt", now='Write columns={"prompt": "question"}.')
             return cls(columns, place, keys, is_given=True)
         usual: Mapping[str, str] = {}
-        if not keys & _HAS_PROMPT:
+        if not keys & _HAS_PROMPT and not isinstance(row.get("chosen"), list | tuple):
             found = next((ours for has, ours in _USUAL if has <= keys), None)
             if found is None:
                 now = f'Say which it is: columns={{"prompt": {min(keys, default="question")!r}, ...}}.'

@@ -316,6 +316,15 @@ def test_pairs_of_a_stream_are_those_of_its_rows_in_memory(tmp_path: Path) -> No
             Dataset.jsonl(path, stream=stream).pairs()
 
 
+def test_a_file_of_whole_conversations_as_pairs_needs_no_column_prompt(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "1 + 1?"}
+    row = {key: [asked, {"role": "assistant", "content": said}] for key, said in (("chosen", "2"), ("rejected", "3"))}
+    (expected,) = _batches(lambda: Dataset([row], name="rows").pairs(), (1,))
+    for stream in (False, True):
+        (read,) = _batches(lambda s=stream: Dataset.jsonl(_written(tmp_path / "rows.jsonl", [row]), stream=s).pairs(), (1,))
+        assert {name: _typed(read[name]) for name in read.columns} == {name: _typed(expected[name]) for name in expected.columns}
+
+
 def test_a_split_divides_the_rows_by_its_seed_alone() -> None:
     def halves(seed: int) -> tuple[Dataset, Dataset]:
         return Dataset([{"prompt": str(i)} for i in range(10)], name="all").split(0.3, seed=seed)
