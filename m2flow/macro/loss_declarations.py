@@ -181,7 +181,7 @@ def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Cal
             term is divided by the tokens of its group first), or a function of its `Counts`, such as `PerSequence(512)`. They are the whole
             mini-batch's, however it was cut.
     Raises:
-        OptionError: a denominator that is none of these.
+        OptionError: a denominator that is none of these, or a function whose parameters are not its needs.
     """
     needs = check_names("needs", needs, example=("logprobs", "advantages"))
     if not callable(denominator):
@@ -190,7 +190,15 @@ def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Cal
     def declare(function: Callable[..., object]) -> Loss:
         if not callable(function):
             raise OptionError(f"@loss(...) got {function!r:.60}; it goes above a function")
-        return Loss(getattr(function, "__name__", "loss"), function, needs, denominator)
+        name = getattr(function, "__name__", "loss")
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(needs))
+        except ValueError:
+            pass  # A builtin that does not tell its parameters.
+        except TypeError as error:
+            now = f"Name its parameters as in needs: def {name}({', '.join(needs)})."
+            raise OptionError(f"the loss {name} can't be called with what it needs: {error}", now=now) from None
+        return Loss(name, function, needs, denominator)
 
     return declare
 

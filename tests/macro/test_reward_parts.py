@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_clusters import SPLIT
 
 from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, steps
+from m2flow.errors import RewardError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
+from m2flow.micro.protocol import call_semantics
+from m2flow.samples import SampleId
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i} + {i}"} for i in range(8)]
@@ -89,6 +93,21 @@ def test_what_is_no_reward_with_parts_is_named_with_its_sample(given: Any, messa
 
     for answer in (run_eager(_flow(wrong), {}, SPLIT), run_planned(_flow(wrong), {}, SPLIT)):
         assert message in answer.error
+
+
+@pytest.mark.parametrize(
+    ("given", "now"),
+    [
+        (None, "see that the function returns one at every end"),
+        (np.array([0.5]), "of an array or a tensor with one value, return float(...)"),
+        (np.float32("nan"), "Return 0.0 for what can't be judged"),
+    ],
+)
+def test_what_is_no_reward_says_what_to_return_instead(given: object, now: str) -> None:
+    scored = next(call for call in trace(_flow(lambda sample: 1.0), {})[0].calls if call.name.endswith("score"))
+    with pytest.raises(RewardError) as error:
+        call_semantics._checked_value(scored, SampleId(0, 0, 0), given)
+    assert now in error.value.now
 
 
 def test_a_plan_gives_the_name_of_a_variable_to_the_sum_and_not_to_what_is_logged_of_its_parts() -> None:

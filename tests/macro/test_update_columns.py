@@ -471,6 +471,13 @@ def test_a_denominator_that_raises_is_named():
 
 
 def test_a_declaration_of_a_loss_is_checked():
+    with pytest.raises(OptionError, match=r"misnamed can't be called with what it needs: .*'advantage'") as refused:
+
+        @loss(needs=["logprobs", "advantages"])
+        def misnamed(logprobs: object, advantage: object) -> object:
+            return advantage
+
+    assert "def misnamed(logprobs, advantages)" in refused.value.now
     with pytest.raises(OptionError, match="denominator='words'"):
         loss(needs=["logprobs"], denominator="words")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="a list of names"):

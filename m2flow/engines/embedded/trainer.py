@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -876,7 +877,8 @@ def _evaluate(loss: Loss, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise OpError(f"the loss {loss.name} raised {type(error).__name__}: {error}") from error
+        own = traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        raise OpError(f"the loss {loss.name} raised {type(error).__name__}: {error}", remote="".join(own)) from error
     terms, reported = result if isinstance(result, tuple) else (result, {})
     return terms, reported
 
@@ -908,7 +910,7 @@ def _check_terms(loss: Loss, terms: Any, num_tokens: int) -> None:
 def _per_token(loss: Loss, name: str, value: Any, num_tokens: int) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != (num_tokens,):
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise OpError(f"the loss {loss.name} must return one number a token, [{num_tokens}]; {name} is {shape}")
+        raise OpError(f"the loss {loss.name} must return one number a token, [{num_tokens}], not their sum or mean; {name} is {shape}")
     return value
 
 

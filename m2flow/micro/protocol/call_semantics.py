@@ -419,7 +419,11 @@ def _checked_reward(call: Call, sample: SampleId, value: object) -> float | Judg
     if not _is_finite(reward):
         shown = f"{reward!r:.80}" if isinstance(reward, int | float | np.number) else f"{type(reward).__name__}: {reward!r:.80}"
         now = "A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted."
-        if isinstance(reward, Mapping) and gives_reward(call):
+        if reward is None:
+            now = "A reward is one finite number: see that the function returns one at every end, 0.0 for what can't be judged."
+        elif hasattr(reward, "tolist") and not isinstance(reward, np.number):
+            now = "A reward is one finite number: of an array or a tensor with one value, return float(...)."
+        elif isinstance(reward, Mapping) and gives_reward(call):
             now = 'A reward that says what it is made of returns {"reward": 0.7, "right": 1.0, ...}: the number that counts, and its parts.'
         raise _fault(call, sample, f"the reward {call.role} returned {shown} on sample {sample}", now)
     if not parts:
