@@ -121,9 +121,11 @@ class LogprobCheck:
     def notice(self, role: str, rows: Batch, *, is_sampled_here: bool) -> None:
         """Note the first sequences of an update's rows, for a probe of the weights that the update makes, if one is due."""
         is_wanted = role in self._published or (is_sampled_here and self._is_due(role))
-        if self._checks.probe == "never" or not is_wanted or "tokens" not in rows or not len(rows):
+        if self._checks.probe == "never" or not is_wanted or "tokens" not in rows:
             return
-        part = rows.take(np.arange(min(NUM_SEQUENCES, len(rows))))
+        part = rows.take(np.flatnonzero(rows.ragged("tokens").lengths > 1)[:NUM_SEQUENCES])  # An episode without a turn has no token.
+        if not len(part):
+            return
         tokens = first_sequences(part, MAX_TOKENS)
         columns = {"tokens": Ragged.of(tokens, np.int32), "loss_mask": Ragged.of([np.arange(len(row)) > 0 for row in tokens], np.bool_)}
         self._sequences[role] = Batch(part.ids, columns)

@@ -210,6 +210,18 @@ def test_the_first_sync_is_proved_or_each_or_none(probe: str, versions: list[int
     assert prover.probe("policy", 1) is None  # That was another version's.
 
 
+def test_a_probe_is_of_samples_that_have_tokens_to_compare() -> None:
+    """An episode whose model never spoke has none."""
+    prover = LogprobCheck({"policy": Model("fake")}, Checks(), Recorder("x"), published=frozenset())
+    engine = FakeTrain(Model("fake"), EngineSettings())
+    engine.start()
+    for version, texts, probed in ((1, [[], [], []], None), (2, [[], [5, 6, 7], [5]], [[5, 6, 7]])):
+        prover.notice("policy", Batch(make_ids(0, 3, 1), {"tokens": Ragged.of(texts, np.int32)}), is_sampled_here=True)
+        prover.updated("policy", version, engine)
+        found = prover.probe("policy", version)
+        assert (found and found.tokens) == probed
+
+
 def test_an_update_on_texts_brings_no_probe() -> None:
     prover = LogprobCheck({"policy": Model("fake")}, Checks(), Recorder("x"), published=frozenset({"policy"}))
     prover.notice("policy", Batch(make_ids(0, 2, 1), {"prompt": Ragged.texts(["a", "b"])}), is_sampled_here=False)
