@@ -215,7 +215,8 @@ def _suggestions(suggestions: Suggestions) -> list[str]:
     for at, one in enumerate(suggestions.found[:MOST_SUGGESTED], 1):
         what = f"{one.what}{' (this changes what is trained)' if one.changes_mathematics else ''}"
         how = "simulated" if one.is_simulated else "at most"
-        lines.append(f"  {at}. {what}\n     {one.step_s:,.3f} s a step, {one.gain:.0%} less, {how}")
+        instead = f" instead of {one.step_s / (1 - one.gain):,.3f}" if one.gain < 1 else ""
+        lines.append(f"  {at}. {what}\n     {one.step_s:,.3f} s a step{instead}, {one.gain:.0%} less, {how}")
     if not suggestions.found:
         lines.append("  no other placement, policy or number of processes, and no older weights, would be faster by 3% or more")
     if suggestions.is_doubtful:

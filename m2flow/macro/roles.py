@@ -611,7 +611,7 @@ class Policy(BuiltInRole):
             max_turns: turns of the model, of a conversation.
             timeout_s, turn_timeout_s: seconds that an episode, or one turn of it, may take, without those until an engine takes the turn.
             failed: what becomes of an episode whose agent or tools failed: `mask`: it is in no result, so in no loss and no baseline;
-                `raise`: it ends the run; `zero`: its reward is 0. The number of each cause (`m2flow.recipe.EpisodeFailure`) is logged.
+                `raise`: it ends the run; `zero`: its reward is 0, if the model spoke. Each cause's number (`EpisodeFailure`) is logged.
             history: where the chat template rewrites what the model said once a further message follows: `append` keeps the tokens as they
                 were sampled; `refuse` ends the run; `fork` goes on in a sequence that the template writes anew, beside what was sampled.
             max_conversations: in which the model speaks (`Chat.conversation`, `Chat.fork`); an agent that begins more ends the run.

@@ -10,8 +10,9 @@ import pytest
 from cost_tables import PlainCosts
 from planted import CASES, Planted
 
+from m2flow.cli.analyze import _suggestions
 from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, Layout, PassCost, TrainCost
-from m2flow.viewer.suggestions import MoreCores, Took
+from m2flow.viewer.suggestions import MoreCores, Suggestion, Suggestions, Took
 
 
 def test_what_the_simulation_does_not_explain_of_a_step_stays() -> None:
@@ -49,3 +50,11 @@ def test_a_planted_bottleneck_is_named_and_what_is_suggested_first_can_be_applie
     assert re.search(case.suggested, first.what), first
     after = planted.applied(case, first, tmp_path)
     assert len(after.steps) == len(before.steps)
+
+
+def test_a_suggestion_says_of_which_time_its_gain_is_a_share() -> None:
+    """The time of a step in the verdict leaves evaluations out, and is of other steps."""
+    found = [Suggestion("call more at once", False, 0.75, 0.25), Suggestion("wait for nothing", False, 0.0, 1.0)]
+    lines = _suggestions(Suggestions(0.9, 1.0, -0.1, False, found, []))
+    assert lines[0].endswith("0.750 s a step instead of 1.000, 25% less, simulated")
+    assert lines[1].endswith("0.000 s a step, 100% less, simulated")
