@@ -978,3 +978,15 @@ def test_weights_are_the_models_own_and_a_tied_one_comes_once(model: Model) -> N
         before = first.clone()
         engine.apply(RECIPE, 1.0)
         assert not torch.equal(first, before)
+
+
+def test_preferences_that_were_not_drawn_as_pairs_are_told_how(model: Model) -> None:
+    rows = samples(VOCABULARY)
+    rows = Batch(rows.ids, {**rows.columns, "chosen": Ragged.texts(["yes"] * len(rows))})
+    declared = Loss("mine", lambda logprobs, chosen: logprobs, ("logprobs", "chosen"))
+    with (
+        started(EmbeddedTrain(model, EngineSettings())) as engine,
+        pytest.raises(EngineError, match="'chosen' has not one number") as error,
+    ):
+        engine.accumulate(rows, Objective(declared))
+    assert error.value.now == "Draw dataset.pairs()."

@@ -838,7 +838,7 @@ class EmbeddedTrain(TrainEngine):
             return self._put(column.values[mask.values.astype(bool)])
         if column.kind == "numbers" and column.values.ndim == 2 and np.array_equal(column.lengths, packing.num_masked(mask)):
             return self._put(column.values)
-        raise EngineError(f"{reason}, and column {name!r} has not one number for each token")
+        raise EngineError(f"{reason}, and column {name!r} has not one number a token", now="Draw dataset.pairs()." * (name == "chosen"))
 
     def _monitored(self, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Metrics of any loss: entropy, and how far the weights are from those that sampled the tokens."""
