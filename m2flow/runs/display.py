@@ -112,6 +112,8 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
     ]  # fmt: skip
     if summary.ended_early:
         rows.append(("stopped", summary.ended_early))
+    elif not summary.steps_asked:
+        rows.append(("steps", "the flow has no loop over steps(...), which gives metrics and checkpoints by step"))
     if summary.left_out:
         rows.append(("left out", ", ".join(f"{_count(number, 'sample')} {reason}" for reason, number in summary.left_out.items())))
     if summary.calls_failed:

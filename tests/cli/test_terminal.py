@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import programs
 import pytest
 from message_parts import lacks
+from rich.console import Console
 from terminal import shown_by
 
 from m2flow import Dataset, Policy, flow
@@ -21,8 +23,8 @@ from m2flow.engines.contract import LOADING
 from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.accounting import Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
-from m2flow.runner.run import Run
-from m2flow.runs.display import UpdatePace, logged, short_example, stopping_text
+from m2flow.runner.run import Run, Summary
+from m2flow.runs.display import UpdatePace, logged, short_example, show_summary, stopping_text
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 FLOW = """
@@ -233,3 +235,12 @@ def test_the_summary_says_of_how_many_steps_a_run_took_fewer_and_why(options: li
     assert ran.returncode == 0, ran.stderr
     assert f"early: {steps} in " in ran.stdout
     assert re.findall(r"^stopped +(.*)", ran.stdout, re.MULTILINE) == ([why] if why else [])
+
+
+@pytest.mark.parametrize(("num_steps", "is_said"), [(0, True), (3, False)])
+def test_the_summary_of_a_flow_without_steps_says_so(num_steps: int, is_said: bool, tmp_path: Path) -> None:
+    """A loop over `range` runs, and has no numbers by step."""
+    done = Summary(str(tmp_path), num_steps, num_steps, "", 24, 84, {}, 0, None, None, 0.4, 196.0, 55.9, {}, {}, 0, 0, "", "")
+    console = Console(file=io.StringIO(), width=200)
+    show_summary(console, "by_range", done, Tally(num_steps=num_steps))
+    assert ("no loop over steps(...)" in console.file.getvalue()) is is_said  # type: ignore[attr-defined]
