@@ -173,7 +173,7 @@ def test_a_reward_that_gives_no_number_is_named_with_its_sample_and_line(place: 
     said = run(place, "--reward", reward, "--cluster", "fakes.yaml", "--quiet", *options, status=1)
     assert re.search(rf"(?m)^RewardError: bad\.py:\d+  {re.escape(SCORE_LINE)}\n", said), said
     assert message in said
-    assert ("Raise timeout_s" if reward == "hangs" else "eturn 0.0 for what can't be judged") in said
+    assert ("Raise timeout_s" if reward == "hangs" else "0.0 for what can't be judged") in said
     assert f"samples so far are in {run_dir(place).relative_to(place)}" in said
 
 
