@@ -347,6 +347,11 @@ def test_every_rule_of_the_scheduler_holds_where_prompts_are_embedded_first(requ
         walks += 1
 
 
+@pytest.mark.parametrize(("policies", "seed"), [("auto", 5212), ("lpt", 5623)])
+def test_rows_that_come_one_by_one_are_dealt_also_to_a_worker_that_took_all_it_had(policies, seed):
+    random_walk(seed, 180, policies=policies)
+
+
 def test_workers_are_asked_again_when_late_samples_are_dropped_and_the_others_are_dealt_anew():
     random_walk(1116, 60, policies="auto", embeds=True)  # One of two instances had the rest in its queue, and could not take it yet.
 

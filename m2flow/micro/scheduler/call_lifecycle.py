@@ -78,7 +78,7 @@ class Refills:
         for position in {SampleId.unpack(row).prompt for row in rows}:
             call_state.refill.judge(position, verdict)
         for member, share in zip(generations, shares, strict=True):
-            if member.share > share or member.is_under_policy:
+            if member.share > share:
                 self._state.ready_workers.feed_all(member)
             self._state.ready_workers.rows_came(member)
         end = call_state.refill.end()

@@ -8,8 +8,8 @@ the cost does not grow with the number of calls or workers.
 
 `ReadyWorkers`: the workers to ask for something new to do, in the order of the plan. A worker is asked when something of its own has
 changed (a row or a task ended, it loaded weights), when a role that it hosts has (a generation may begin or is all handed out, there is a
-new version), or when rows came that it may take. Rows that come one by one are offered to workers that may want some; a worker that took
-none is saturated with that call, and not asked again until something of its own changes. So the cost of an event does not grow with the
+new version), or when rows came that it may take or that a policy dealt to it. Rows that come one by one are offered to workers that may want some; a worker that took
+none, or all that it may have, is saturated with that call, and not asked again until something of its own changes. So the cost of an event does not grow with the
 number of workers, calls or rows.
 """
 
@@ -306,6 +306,7 @@ class ReadyWorkers:
         self._came: dict[int, CallState] = {}
         """Generations with rows to offer to unsaturated workers."""
         self._offered: tuple[CallState, WorkerState] | None = None
+        self._to_deal: dict[int, CallState] = {}
 
     def hosts(self, kind: str, role: str) -> list[WorkerState]:
         """Return the workers that host a role's engine of this kind."""
@@ -352,8 +353,16 @@ class ReadyWorkers:
         self.wake_all(self._trainers if role is None else self.hosts("train", role))
 
     def rows_came(self, call_state: CallState) -> None:
-        """Offer rows of a generation to the workers that are not saturated with it."""
+        """Offer rows of a generation to the workers that are not saturated with it, and have its policy, if any, deal them."""
         self._came[call_state.call.ordinal] = call_state
+        if call_state.is_under_policy:
+            self._to_deal[call_state.call.ordinal] = call_state
+
+    def to_deal(self) -> list[CallState]:
+        """Return the generations whose policies may deal rows that came, also to workers that are saturated, and forget them."""
+        found = list(self._to_deal.values())
+        self._to_deal.clear()
+        return found
 
     def feed_all(self, call_state: CallState) -> None:
         """Mark every worker of the role as unsaturated with this generation."""
@@ -363,7 +372,7 @@ class ReadyWorkers:
     @property
     def has_any(self) -> bool:
         """Whether some worker may have to be asked."""
-        return bool(self._awake or self._came)
+        return bool(self._awake or self._came or self._to_deal)
 
     def next(self) -> WorkerState | None:
         """Pop the next worker to ask. By the next call it must have taken what it wants: that decides whether it is saturated."""

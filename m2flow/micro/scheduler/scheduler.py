@@ -422,6 +422,8 @@ class Scheduler:
             self._free_room()
         while ready_workers.has_any:  # Looking at a lease may have a policy deal samples to other workers.
             leases: dict[str, Lease] = {}
+            for call_state in ready_workers.to_deal():
+                self._policies.deal(call_state)
             while (worker := ready_workers.next()) is not None:
                 self._dispatch(worker)
                 if worker.lease is not None:

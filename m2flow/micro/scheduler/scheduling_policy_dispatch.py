@@ -207,7 +207,7 @@ class PolicyDispatch:
         self.num_forced = 0
         """Samples that began against the policy, since no task was in flight."""
         self._is_forced = False
-        self._is_begun = False
+        self.is_begun = False
         self._freed: list[int] = []
         """Instances where samples have ended since the policy was last asked."""
         self._num_ended = 0
@@ -269,7 +269,7 @@ class PolicyDispatch:
         self.lengths[row] = length
         self._at.pop(row, None)
         self._moving.pop(row, None)
-        if self._is_begun and row in self._index and self._index[row] not in self.seen.finished:
+        if self.is_begun and row in self._index and self._index[row] not in self.seen.finished:
             sample = self._index[row]
             self.seen.finished[sample] = length
             here = self.seen.place.pop(sample, None)
@@ -286,7 +286,7 @@ class PolicyDispatch:
             return
         self._tokens.update(tokens)
         self._reports[j] = load
-        if self._is_begun:
+        if self.is_begun:
             self.policy.reported(j)
 
     def lost(self, worker: str) -> None:
@@ -310,7 +310,7 @@ class PolicyDispatch:
         """Ask the policy for moves: worker -> rows to preempt. Their targets are remembered until they have stopped."""
         found: dict[str, list[int]] = {}
         self._look()
-        for move in self.policy.moves() if self._is_begun else ():
+        for move in self.policy.moves() if self.is_begun else ():
             row = self._rows[move.sample]
             here = self._at.get(row)
             if here is None or here == move.to or row in self._moving or move.to in self._lost or self._room(move.to) <= 0:
@@ -324,7 +324,7 @@ class PolicyDispatch:
         self._look()
         to = self._moving.pop(row, None)
         self._at.pop(row, None)
-        if to is None or to in self._lost or not self._is_begun or row not in self._index:
+        if to is None or to in self._lost or not self.is_begun or row not in self._index:
             return None
         sample = self._index[row]
         here = self.seen.place.pop(sample, None)
@@ -340,8 +340,8 @@ class PolicyDispatch:
 
     def over(self) -> None:
         """End the call."""
-        if self._is_begun:
-            self._is_begun = False  # The policy serves another call from now on, and must not see this one's late samples.
+        if self.is_begun:
+            self.is_begun = False  # The policy serves another call from now on, and must not see this one's late samples.
             self.policy.end()
 
     # ---- the policy's view
@@ -350,7 +350,7 @@ class PolicyDispatch:
         """Show the policy what has changed since it was last asked."""
         self._look()
         ready, call_state = self._ready, self.call_state
-        if not self._is_begun or ready.is_disturbed or len(self._rows) != len(call_state.ids):
+        if not self.is_begun or ready.is_disturbed or len(self._rows) != len(call_state.ids):
             self._begin()
             return
         while self._freed:
@@ -427,7 +427,7 @@ class PolicyDispatch:
         wanted = call_state.refill.count if call_state.refill is not None else len(members)
         seen.num_wanted = num_wanted(options, len(members)) if is_cut(options) else wanted
         seen.behind, seen.num_rejected = self._behind(), self._num_rejected()
-        self.seen, self._is_begun = seen, True
+        self.seen, self.is_begun = seen, True
         self._hands: list[deque[int]] = [deque() for _ in self._workers]
         self._open: list[tuple[int, int]] = []
         self._is_open = [False] * len(self._workers)
@@ -670,9 +670,9 @@ class PolicyDispatches:
             self._state.ready_workers.wake_role(role)
 
     def deal(self, call_state: CallState) -> None:
-        """Assign more samples of a generation of which some have ended."""
+        """Assign more samples of a generation of which some have ended or come, if its first ones were assigned before."""
         dispatch = self._policies.of_call.get(call_state.call.ordinal)
-        if dispatch is not None and call_state.has_rows_to_begin:
+        if dispatch is not None and dispatch.is_begun and call_state.has_rows_to_begin:
             self._state.ready_workers.wake_all(dispatch.deal())
 
     def force(self) -> bool:
