@@ -8,9 +8,9 @@ the cost does not grow with the number of calls or workers.
 
 `ReadyWorkers`: the workers to ask for something new to do, in the order of the plan. A worker is asked when something of its own has
 changed (a row or a task ended, it loaded weights), when a role that it hosts has (a generation may begin or is all handed out, there is a
-new version), or when rows came that it may take or that a policy dealt to it. Rows that come one by one are offered to workers that may want some; a worker that took
-none, or all that it may have, is saturated with that call, and not asked again until something of its own changes. So the cost of an event does not grow with the
-number of workers, calls or rows.
+new version), or when rows came that it may take or that a policy dealt to it. Rows that come one by one are offered to workers that may
+want some; a worker that took none, or all that it may have, is saturated with that call, and not asked again until something of its own
+changes. So the cost of an event does not grow with the number of workers, calls or rows.
 """
 
 from __future__ import annotations
