@@ -71,6 +71,7 @@ def test_an_error_is_also_what_a_caller_of_python_expects(kind, also):
     assert issubclass(kind, also)
 
 
+@pytest.mark.slow  # It loads every library afresh.
 def test_what_the_machine_refuses_has_words_of_its_own_whatever_library_says_it(tmp_path):
     script = Path(__file__).parents[1] / "support" / "refused.py"
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=240)
