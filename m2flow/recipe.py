@@ -64,12 +64,6 @@ def check_count(name: str, value: object, *, least: int = 1, unit: str = "") -> 
         raise OptionError(f"{name} is {value!r:.60}; it must be a whole number{unit and ' of '}{unit}, {MOST_COUNTED:,} or less")
 
 
-def check_whole(name: str, value: object) -> None:
-    """Check that a value is a whole number."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{name} is {value!r:.60}; it must be a whole number")
-
-
 def check_choice(name: str, value: object, known: object, otherwise: str = "", *, of: str = "") -> None:
     """Check that a text is one of these (a tuple of texts, or a `Literal`); the error names the nearest.
 
@@ -491,9 +485,8 @@ class Sampling:
         for token in tokens:
             check_count("each of stop_token_ids", token, least=0)
         self._check_stop()
-        check_flag("include_stop", self.include_stop)
-        check_flag("ignore_eos", self.ignore_eos)
-        check_flag("sampling_mask", self.sampling_mask)
+        for name in ("include_stop", "ignore_eos", "sampling_mask"):
+            check_flag(name, getattr(self, name))
         check_number("min_p", self.min_p, low=0, high=1)
         check_number("repetition_penalty", self.repetition_penalty, low=_LEAST_PENALTY, high=1 / _LEAST_PENALTY)
         self._check_bias()
@@ -594,6 +587,13 @@ class _Scheduled:
         found: Self = replace(cast(Any, self), total_steps=total_steps, steps_of="flow")
         return found
 
+    @property
+    def state_key(self) -> Self:
+        """Stands for all that share moments: they differ in `lr` and `max_grad_norm` alone, and their rates count no steps of theirs."""
+        is_counted = (self.warmup_steps or self.schedule != "constant") and not self.counts_flow_steps
+        found: Self = self if is_counted else replace(cast(Any, self), lr=0.0, max_grad_norm=0.0)
+        return found
+
     def rate(self, num_steps: int) -> float:
         """The learning rate of the optimiser step that follows `num_steps` earlier ones; t is that number, or the flow's step `at`.
 
@@ -639,7 +639,7 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class AdamW(_Scheduled):
-    """The optimiser: Adam with decoupled weight decay, warm-up, and a schedule. Each distinct value in a flow has its own state.
+    """The optimiser: Adam with decoupled weight decay, warm-up, and a schedule. Those of one `state_key` in a flow share a state.
 
     Source:
         Loshchilov and Hutter 2019, arXiv:1711.05101.

@@ -823,8 +823,8 @@ class TrainEngine(Engine):
         """Divide the gradient by the denominator, clip, step, and clear it.
 
         Returns `grad_norm` (2-norm after the division, before the clipping) and `lr`, which is `optimizer.rate(num_steps)` after so many
-        steps of that optimiser; of weights in half precision also `MOVED`. Raises `EngineError` if the gradient is not finite; the weights
-        are then left as they were. The caller counts versions: see `m2flow.engines.contract`."""
+        steps under its `state_key`, by which moments go; of weights in half precision also `MOVED`. Raises `EngineError` if the gradient is
+        not finite; the weights are then left as they were. The caller counts versions: see `m2flow.engines.contract`."""
 
     @abstractmethod
     def discard(self) -> None:

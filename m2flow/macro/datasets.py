@@ -57,7 +57,7 @@ from m2flow.macro.row_files import (
     with_prompts,
 )
 from m2flow.macro.session import Session, current_session
-from m2flow.recipe import check_choice, check_count, check_flag, check_number, check_text, check_whole, is_count
+from m2flow.recipe import check_choice, check_count, check_flag, check_number, check_text, is_count
 from m2flow.samples import Batch, Column, Ragged, check_prompt, column_of, keyed_bits, make_ids, prompt_positions, taken
 
 if TYPE_CHECKING:
@@ -207,6 +207,12 @@ class _PromptLimit:
 
 
 _POLICY = "Write Dataset(rows, policy=policy, max_prompt_tokens=512)."
+
+
+def _check_whole(name: str, value: object) -> None:
+    """Check that a value is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} is {value!r:.60}; it must be a whole number")
 
 
 def _now(row: Row) -> str:
@@ -371,7 +377,7 @@ class Dataset:
         if not callable(make):
             raise DatasetError(f"Dataset.generate got make={make!r:.60}; it takes a function of a random generator that gives a row")
         check_count("size", size)
-        check_whole("seed", seed)
+        _check_whole("seed", seed)
 
         leaves = pure_leaves(make) if cls is Dataset and curriculum is None and size <= _MOST_KEPT else None
         if leaves is None:
@@ -493,7 +499,7 @@ class Dataset:
             options: the task's own, such as `min_terms=2` of `chain_sum`.
         """
         check_count("size", size)
-        check_whole("seed", seed)
+        _check_whole("seed", seed)
         try:
             import reasoning_gym
         except ImportError:
@@ -544,8 +550,8 @@ class Dataset:
         """Divide the rows at random, but by this seed alone: into most of them, and `heldout` ones (a count, or a share below 1)."""
         check_number("heldout", heldout, above=0)
         if heldout >= 1:
-            check_whole("heldout", heldout)
-        check_whole("seed", seed)
+            _check_whole("heldout", heldout)
+        _check_whole("seed", seed)
         size = round(heldout * len(self)) if heldout < 1 else int(heldout)
         if isinstance(self._order, Mix) or not 0 < size < len(self):
             raise DatasetError(

@@ -475,9 +475,9 @@ class FakeTrain(TrainEngine):
             raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
         if not 0 < denominator < float("inf"):
             raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
-        key = repr(optimizer)
+        key = repr(optimizer.state_key)
         step = self._num_steps[key] = self._num_steps.get(key, 0) + 1
-        change = _digest(struct.pack("<Qdq", gradient, denominator, step), key.encode())
+        change = _digest(struct.pack("<Qdq", gradient, denominator, step), repr(optimizer).encode())
         self._weights = np.array([fake_hash(value & _MASK, change) >> 33 for value in self._weights.tolist()], np.int64)
         return {"grad_norm": float(gradient % (1 << 20)) / denominator, "lr": optimizer.lr}
 

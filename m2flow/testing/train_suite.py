@@ -252,6 +252,27 @@ class TrainEngineSuite:
         assert distance(changed, after([RECIPE, RECIPE])) > 0
         assert distance(changed, after([other, RECIPE])) > 0
 
+    def test_another_learning_rate_goes_on_with_the_moments(self, tmp_path: Path) -> None:
+        """Also after a checkpoint; and the state of the trainer does not grow by it."""
+        batch, rates = samples(self.vocabulary), (1e-2, 4e-3, 1e-3)
+
+        def step(engine: TrainEngine, lr: float) -> None:
+            engine.accumulate(batch, PPO)
+            assert engine.apply(AdamW(lr=lr), 1.0)["lr"] == lr
+
+        with started(self.make()) as engine:
+            step(engine, rates[0])
+            held = engine.memory().optimizer
+            engine.save(str(tmp_path / "first"))
+            for lr in rates[1:]:
+                step(engine, lr)
+            assert engine.memory().optimizer == held
+            on = copied(engine)
+            engine.load(str(tmp_path / "first"))
+            for lr in rates[1:]:
+                step(engine, lr)
+            assert distance(copied(engine), on) == 0
+
     def test_a_checkpoint_continues_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
         """Also one that was held in memory, and written in another thread when training had gone on: its files are the same."""
         batch = samples(self.vocabulary)

@@ -738,6 +738,36 @@ def test_clipping_scales_the_divided_gradient_to_its_bound() -> None:
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_optimisers_that_differ_in_the_rate_share_moments_as_torch_has_it(kind: type[AdamW] | type[SGD]) -> None:
+    given = {"momentum": 0.9} if kind is SGD else {}
+    own, theirs = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizers = Optimizers([own])
+    peer = (torch.optim.SGD if kind is SGD else torch.optim.AdamW)([theirs], lr=1.0, weight_decay=0.0, **given)
+    for step in range(1, 6):
+        own.grad, theirs.grad = torch.tensor([1.0, -2.0, 0.5]) / step, torch.tensor([1.0, -2.0, 0.5]) / step
+        peer.param_groups[0]["lr"] = 0.1 / step
+        peer.step()
+        assert optimizers.step(kind(lr=0.1 / step, max_grad_norm=100.0 * step, **given), 1.0)["lr"] == 0.1 / step
+    torch.testing.assert_close(own, theirs)
+    assert [entry["num_steps"] for entry in optimizers.state()] == [5]
+
+
+def test_optimisers_whose_rate_counts_their_steps_count_their_own() -> None:
+    """A warm-up or schedule of a second phase begins anew, and with it the moments."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizers = Optimizers([parameter])
+
+    def rate(recipe: AdamW) -> float:
+        parameter.grad = torch.ones(1)
+        return optimizers.step(recipe, 1.0)["lr"]
+
+    assert [rate(AdamW(1.0, warmup_steps=2)) for _ in range(3)] == [0.5, 1.0, 1.0]
+    assert [rate(AdamW(0.5, warmup_steps=2)) for _ in range(2)] == [0.25, 0.5]
+    assert rate(AdamW(1.0, betas=(0.5, 0.9))) == 1.0
+    assert [entry["num_steps"] for entry in optimizers.state()] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_groups_of_weights_have_a_rate_and_a_decay_of_their_own(kind: type[AdamW] | type[SGD], tmp_path: Path) -> None:
     weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ("layers.0.norm", "layers.0.q", "head", "frozen")}
     groups = [WeightGroup("*norm*", weight_decay=0.0), WeightGroup("head", lr_scale=0.1), WeightGroup("frozen", lr_scale=0.0)]

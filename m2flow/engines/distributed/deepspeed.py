@@ -351,7 +351,7 @@ class DeepSpeedTrain(RankedTrain):
         if not (math.isfinite(denominator) and denominator > 0):
             self.discard()
             raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
-        rate = optimizer.rate(self._client.num_steps.get(optimizer, 0))
+        rate = optimizer.rate(self._client.num_steps.get(optimizer.state_key, 0))
         if optimizer.log_layers and not self._client.places:
             self._find_places()
         self._client.due(optimizer, denominator)

@@ -362,7 +362,7 @@ class MegatronTrain(RankedTrain):
                 raise EngineError(f"the train engine {self.name!r} has no {type(optimizer).__name__}", now="Use AdamW.")
             if not (math.isfinite(denominator) and denominator > 0):
                 raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
-            rate = optimizer.rate(self._parts.client.num_steps.get(optimizer, 0))
+            rate = optimizer.rate(self._parts.client.num_steps.get(optimizer.state_key, 0))
             self._ranks.course.at("gradient reduction")
             self._built.add_up()
             self._ranks.course.at("optimizer step")

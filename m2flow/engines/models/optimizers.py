@@ -54,7 +54,7 @@ class Elsewhere:
 
 
 class Optimizers:
-    """Step one set of parameters, under any number of recipes.
+    """Step one set of parameters, under any number of recipes; those of one `state_key` share a state.
 
     Args:
         matrices: those of the parameters that Muon makes orthogonal steps on.
@@ -116,13 +116,14 @@ class Optimizers:
             shrink = recipe.max_grad_norm / norm if 0 < recipe.max_grad_norm < norm else 1.0
             for alike in by_mesh:
                 torch._foreach_mul_(alike, shrink / denominator)
-            optimizer, num_steps = self._states.get(recipe) or (self._fresh(recipe), 0)
+            key = recipe.state_key
+            optimizer, num_steps = self._states.get(key) or (self._fresh(recipe), 0)
             rate = recipe.rate(num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
             before = {i: local(held).detach().clone() for i, held in enumerate(self._parameters) if held.dtype != torch.float32}
             optimizer.step()
-            self._states[recipe] = (optimizer, num_steps + 1)
+            self._states[key] = (optimizer, num_steps + 1)
             steps = self._norms([held.detach() - weight for held, weight in zip(stepped, old, strict=True)])
             by_group |= update_ratios(steps, self._norms(old))
             self._take_from_masters()
@@ -444,11 +445,11 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _recipe_of(entry: Mapping[str, Any]) -> Optimizer:
-    """The recipe that a saved state is of."""
+    """The key of the recipes that a saved state is of."""
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry["recipe"].items()}
     if given.get("groups"):
         given["groups"] = tuple(WeightGroup(**one) for one in given["groups"])
-    return OPTIMIZERS[entry.get("kind", "AdamW")](**given)
+    return OPTIMIZERS[entry.get("kind", "AdamW")](**given).state_key
 
 
 def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -483,7 +484,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
-    """AdamW on the parameters it is given, under any number of recipes, each with moments of its own."""
+    """AdamW on the parameters it is given, under any number of recipes, of which those of one `state_key` share moments."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -500,7 +501,7 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self.by_group: dict[str, float] = {}
         """What `log_layers` asks for, of the last step."""
         self.moments: dict[AdamW, dict[Tensor, tuple[Tensor, Tensor]]] = {}
-        """By recipe, then by part: float32, of the part's shape."""
+        """By `state_key` of recipes, then by part: float32, of the part's shape."""
         self.num_steps: dict[AdamW, int] = {}
         self._parts: list[Tensor] = []
         self._due: tuple[AdamW, float] | None = None
@@ -541,8 +542,9 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self.by_group = {f"{GRAD_NORM}/{group}": size / denominator for group, size in norms.items()}
         shrink = recipe.max_grad_norm / self._norm if 0 < recipe.max_grad_norm < self._norm else 1.0
         torch._foreach_mul_(gradients, shrink / denominator)
-        num_steps = self.num_steps.get(recipe, 0)
-        moments = self.moments.setdefault(recipe, {})
+        key = recipe.state_key
+        num_steps = self.num_steps.get(key, 0)
+        moments = self.moments.setdefault(key, {})
         for part in parts:
             if part not in moments:
                 moments[part] = (self.kept(torch.zeros_like(part)), self.kept(torch.zeros_like(part)))
@@ -562,7 +564,7 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             eps=recipe.eps,
             maximize=False,
         )
-        self.num_steps[recipe] = num_steps + 1
+        self.num_steps[key] = num_steps + 1
         if recipe.log_layers:
             steps = self._norms(parts, [part - before for part, before in zip(parts, old, strict=True)])
             self.by_group |= update_ratios(steps, self._norms(parts, old))
