@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -379,6 +379,43 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
             f"metrics.lagged({staleness}), the value of {_count(staleness, 'step')} ago, would not"
         )
     return tuple(notes)
+
+
+def notes_on_updates(graph: MacroGraph) -> tuple[str, ...]:
+    """List a plan's notes on updates: what they are given and their loss does not use, and optimisers that begin anew at each step."""
+    updates = [call for call in graph.calls if isinstance(call.options.get("loss"), Loss)]
+    notes = [f"{call.name} at {call.site} {said}" for call in updates for said in _unused_inputs(call)]
+    by_line: dict[tuple[str, str], list[Call]] = {}
+    for call in updates:
+        by_line.setdefault((call.name, str(call.site)), []).append(call)
+    for (name, site), calls in by_line.items():
+        states = {call.step: call.options["optimizer"].state_key for call in calls}  # type: ignore[attr-defined]
+        if len(states) > 2 and len(set(states.values())) == len(states):
+            notes.append(
+                f"{name} at {site} has another optimiser at each step, each with moments of its own, which begin at 0 and are all kept: "
+                "write its rate as a schedule (schedule=, steps_of='flow'), or give one that differs in lr alone, without warmup_steps"
+            )
+    return tuple(dict.fromkeys(notes))
+
+
+def _unused_inputs(call: Call) -> Iterator[str]:
+    """What is given to an update and changes nothing."""
+    found = call.options["loss"]
+    assert isinstance(found, Loss)
+    needs = {*found.needs, *(found.correction.needs if found.correction is not None else ())}
+    given = {name for name, _ in call.inputs}
+    its = f"and its loss {found.name}"
+    if "rewards" in given and not needs & {"advantages", "reward"}:
+        yield f"is given rewards, {its} uses no advantages: they are a metric, and change no weight"
+    elif "advantages" in given and "advantages" not in needs:
+        yield f"is given advantages, {its} uses none"
+    if "reference" in given and not needs & {"reference_logprobs", REFERENCE_TOP_LOGPROBS}:
+        yield f"is given a reference, {its} uses none (kl_coef is 0?): its log-probabilities are computed for nothing"
+    columns = call.options["columns"]
+    assert isinstance(columns, Mapping)
+    for name in columns:
+        if name not in needs and name not in ("rewards", "advantages", "reference", PROXIMAL):
+            yield f"is given {name!r}, {its} does not need it"
 
 
 def _count(number: int, noun: str) -> str:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, loss, nll, ppo_clip, reinforce, steps
+from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, loss, nll, ppo_clip, reinforce, steps
 from m2flow.errors import FlowLoadError, OptionError, TraceError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
@@ -228,3 +228,48 @@ def test_the_plan_says_which_generation_drops_what_is_late():
     assert graph.calls[-1].most_rows == 4 * 2
     (note,) = lower(graph, models, LAPTOP, num_steps=num_steps).notes
     assert re.fullmatch(r"policy.generate at \S+ gives the groups that are whole first, and drops those that are late; .*", note)
+
+
+def notes_of(body: Flow) -> list[str]:
+    graph, models, num_steps = trace(body, {}, steps=100)
+    return [note for note in lower(graph, models, LAPTOP, num_steps=num_steps).notes if note.startswith("policy.update at ")]
+
+
+def test_the_plan_names_what_an_update_is_given_and_its_loss_does_not_use():
+    @loss(needs=["logprobs", "weight"])
+    def weighted(logprobs: object, weight: object) -> object:
+        return logprobs
+
+    @flow
+    def told() -> None:
+        policy, verifier = Policy("fake"), Reward(one)
+        reference, prompts = Reference(policy), Dataset(ROWS)
+        for _ in steps(3):
+            responses = policy.generate(prompts.take(4), n=2, max_new_tokens=3)
+            rewards = verifier.score(responses)
+            policy.update(responses, rewards, loss=nll())
+            policy.update(responses, rewards, loss=ppo_clip(), reference=reference)
+            policy.update(responses, loss=weighted, columns={"weight": rewards, "width": rewards}, allow_unsound=True)
+            policy.update(responses, rewards, loss=ppo_clip(kl_coef=0.1), reference=reference)
+
+    unused, penalty, column = notes_of(told)
+    assert re.fullmatch(r"policy.update at tests/macro/test_soundness.py:\d+ is given rewards, and its loss nll uses .*metric.*", unused)
+    assert "is given a reference, and its loss ppo_clip uses none (kl_coef is 0?)" in penalty
+    assert "is given 'width', and its loss weighted does not need it" in column
+
+
+def test_the_plan_names_a_line_whose_optimiser_begins_anew_at_each_step():
+    def learning(**settings: object) -> Flow:
+        @flow
+        def loop() -> None:
+            policy, verifier, prompts = Policy("fake"), Reward(one), Dataset(ROWS)
+            for step in steps(4):
+                responses = policy.generate(prompts.take(4), n=2, max_new_tokens=3)
+                policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3 / (step + 1), **settings))  # type: ignore[arg-type]
+
+        return loop
+
+    (anew,) = notes_of(learning(warmup_steps=2))
+    assert "has another optimiser at each step" in anew
+    assert "schedule" in anew
+    assert notes_of(learning()) == notes_of(learning(schedule="linear")) == []

@@ -55,7 +55,7 @@ from m2flow.engines.contract import ParallelLayouts
 from m2flow.engines.registry import engines
 from m2flow.errors import InternalError, PlanError
 from m2flow.macro.graph import STRUCTURAL, Call, CallKind, Granularity, MacroGraph, Shape, shape_of, wiring_of
-from m2flow.macro.loss_declarations import asynchrony
+from m2flow.macro.loss_declarations import asynchrony, notes_on_updates
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.capabilities import (
     check_lora,
@@ -328,7 +328,6 @@ def lower(
     check_sequences(graph, workers)
     check_routing(models, workers)
     check_sampling(graph, workers)
-    names = graph.names()
     alone = roles_syncing_adapters_only(models, workers) if spec.weights.adapters == "alone" else ()
     num_ranks = max((worker.ranks for worker in workers), default=1)
     return Plan(
@@ -348,13 +347,7 @@ def lower(
         ),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget, num_ranks=num_ranks),
-        notes=(
-            *_notes_on_looks(graph, names),
-            *asynchrony(graph, names),
-            *notes_on_capabilities(graph, workers, spec.rollout.options),
-            *notes_on_difficulty(graph, spec.rollout),
-            *(notes_on_speakers(graph, spec) if choice is not None else ()),
-        ),
+        notes=_notes(graph, workers, spec, is_searched=choice is not None),
         choice=choice,
         policies=policies_of(spec.rollout),
         predictor=spec.rollout.predictor,
@@ -369,6 +362,18 @@ def _workers(
     if choice is not None:
         return with_speakers(workers_of_choice(choice, spec, device_of(spec), deterministic=deterministic), graph, spec)
     return place_workers(graph, models, spec, deterministic=deterministic)
+
+
+def _notes(graph: MacroGraph, workers: Sequence[WorkerPlan], spec: ClusterSpec, *, is_searched: bool) -> tuple[str, ...]:
+    names = graph.names()
+    return (
+        *_notes_on_looks(graph, names),
+        *asynchrony(graph, names),
+        *notes_on_updates(graph),
+        *notes_on_capabilities(graph, workers, spec.rollout.options),
+        *notes_on_difficulty(graph, spec.rollout),
+        *(notes_on_speakers(graph, spec) if is_searched else ()),
+    )
 
 
 def _notes_on_looks(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
