@@ -118,8 +118,8 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
         rows.append(("left out", ", ".join(f"{_count(number, 'sample')} {reason}" for reason, number in summary.left_out.items())))
     if summary.calls_failed:
         rows.append(("caught", f"{_count(summary.calls_failed, 'call')} failed, and the flow went on (ledger.db has each with its error)"))
-    if summary.reward_first is not None and summary.reward_last is not None:
-        rows.append(("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  {_sparkline(console, tally.rewards)}"))
+    if tally.rewards:
+        rows.append(("reward", f"{change_of(tally.rewards, '.3f')}  {_sparkline(console, tally.rewards)}"))
     rows += logged(tally)
     if tally.num_skipped:
         rows.append(("skipped", f"{_count(tally.num_skipped, 'optimiser step')} without a token to train on (num_steps in metrics.jsonl)"))
@@ -359,6 +359,19 @@ def sparkline(values: Sequence[float], *, width: int = 30) -> str:
     return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] if high > low else _BARS[0] for mean in means)
 
 
+def change_of(values: Sequence[float], form: str = ".3g") -> str:
+    """Say how a metric changed by its means over the first and the last tenth of the steps, one at least: single steps are noise.
+
+    >>> change_of([0.25, 0.75] * 10 + [0.5, 1.0] * 10), change_of([0.25, 0.5], ".3f")
+    ('0.5 -> 0.75 (means of the first and last 4 steps)', '0.250 -> 0.500 (first and last step)')
+    """
+    finite = [value for value in values if math.isfinite(value)] or [math.nan]
+    part = max(len(finite) // 10, 1)
+    first, last = (math.fsum(some) / part for some in (finite[:part], finite[-part:]))
+    of = f"means of the first and last {part} steps" if part > 1 else "first and last step"
+    return f"{first:{form}} -> {last:{form}} ({of})"
+
+
 def duration(seconds: float) -> str:
     """Format seconds for people.
 
@@ -549,7 +562,7 @@ _DIM = "opacity:.65"
 
 
 def in_a_line(run: Run) -> str:
-    """Say how a run stands in a few words: `done, 20 steps, 7,168 samples, reward 0.31 -> 0.95`."""
+    """Say how a run stands in a few words: `done, 20 steps, 7,168 samples, reward 0.31 -> 0.95 (means of ...)`."""
     try:
         parts = [run.state]
     except M2FlowError:
@@ -565,7 +578,7 @@ def in_a_line(run: Run) -> str:
         parts.append(f"{run.summary.samples:,} samples")
     reward = [value for _, value in metrics.get("reward", []) if math.isfinite(value)]
     if reward:
-        parts.append(f"reward {reward[0]:.3g} -> {reward[-1]:.3g}")
+        parts.append(f"reward {change_of(reward)}")
     return ", ".join(parts)
 
 

@@ -242,7 +242,7 @@ def run(
 
     >>> import m2flow
     >>> m2flow.run("flows/grpo.py", num_steps=20, seed=1)  # doctest: +SKIP
-    Run(runs/grpo-20260102-030405: done, 20 steps, 7,168 samples, reward 0.31 -> 0.95)
+    Run(runs/grpo-20260102-030405: done, 20 steps, 7,168 samples, reward 0.31 -> 0.95 (means of the first and last 2 steps))
     """
     before = None if resume is None else read_resumed(resume, [*(options or {}), *flow_options], cluster, plan)
     taken = flow_of(before.flow if flow is None and before is not None else flow)

@@ -24,7 +24,7 @@ from m2flow.micro.protocol.update_semantics import UpdateSteps
 from m2flow.micro.records.accounting import Tally
 from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.runner.run import Run, Summary
-from m2flow.runs.display import UpdatePace, logged, short_example, show_summary, stopping_text
+from m2flow.runs.display import UpdatePace, change_of, logged, short_example, show_summary, stopping_text
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 FLOW = """
@@ -244,3 +244,13 @@ def test_the_summary_of_a_flow_without_steps_says_so(num_steps: int, is_said: bo
     console = Console(file=io.StringIO(), width=200)
     show_summary(console, "by_range", done, Tally(num_steps=num_steps))
     assert ("no loop over steps(...)" in console.file.getvalue()) is is_said  # type: ignore[attr-defined]
+
+
+def test_the_summary_tells_the_reward_by_means_over_tenths(tmp_path: Path) -> None:
+    """Two single steps are noise."""
+    done = Summary(str(tmp_path), 40, 40, "", 24, 84, {}, 0, 0.3, 0.2, 0.4, 196.0, 55.9, {}, {}, 0, 0, "", "")
+    console = Console(file=io.StringIO(), width=200)
+    rewards = [0.3, 0.1, 0.1, 0.1, *[0.4] * 32, 0.7, 0.7, 0.8, 0.2]
+    show_summary(console, "noisy", done, Tally(num_steps=40, rewards=rewards))
+    assert re.search(r"reward +0\.150 -> 0\.600 \(means of the first and last 4 steps\)", console.file.getvalue())  # type: ignore[attr-defined]
+    assert change_of([0.25, float("nan")]) == "0.25 -> 0.25 (first and last step)"
