@@ -6,7 +6,7 @@ A command's module is imported when the command is called, so that `m2flow --hel
 
 An `M2FlowError` carries its message. Any other exception is the flow's error if the innermost frame outside of libraries is the flow's,
 and m2flow's otherwise; then the traceback goes into the run's logs, and its last lines to the terminal. Exit statuses: 0 done, 1 the run
-failed, 2 the command line, the flow's file or the spec is wrong, 130 stopped by Ctrl-C.
+failed or trained nothing, 2 the command line, the flow's file or the spec is wrong, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

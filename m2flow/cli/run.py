@@ -33,7 +33,7 @@ from rich.console import Console
 from m2flow.cli.flow_options import SEED, find_target, flow_command
 from m2flow.cli.main import Failure, failure_of, find_run
 from m2flow.cli.plan import PlannedCommand, plan_inputs, recorded_options, value_of
-from m2flow.errors import OptionError, RunInterrupted, SpecError, did_you_mean
+from m2flow.errors import FlowError, OptionError, RunInterrupted, SpecError, did_you_mean
 from m2flow.macro.flow import Flow, load_flow
 from m2flow.macro.replay import read_structure
 from m2flow.runs import display
@@ -419,8 +419,20 @@ def command(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         summary = _execute(run, console, is_eager=eager, is_quiet=quiet, is_resumed=before is not None)
         display.show_summary(console, flow.name, summary, run.tally)
+    _conclude(run, summary, as_json=as_json)
+
+
+def _conclude(run: Run, summary: Summary, *, as_json: bool) -> None:
+    """Print the summary of a run that is over as JSON, if that is asked for.
+
+    Raises:
+        Failure: all of it was in vain: a script must not take the run for one that trained.
+    """
     if as_json:
         click.echo(json.dumps(summary.as_dict()))
+    if run.why_in_vain:
+        now = f"What became of each sample, and why: m2flow samples {summary.run_dir} --life"
+        raise Failure(FlowError(f"the run is over, and {run.why_in_vain}", now=now))
 
 
 def _apply_checkpoint_options(settings: RunSettings, every: Every | None, num_kept: int | None) -> RunSettings:

@@ -61,7 +61,7 @@ from m2flow.micro.records.accounting import Alarm, Tally
 from m2flow.micro.records.checkpoints import clear_leftovers
 from m2flow.micro.records.flow_record import read_record
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.records.ledger import lengths_of_run, read_left_out, read_num_failed, samples_digest
+from m2flow.micro.records.ledger import lengths_of_run, read_failed_episodes, read_left_out, read_num_failed, samples_digest
 from m2flow.micro.records.plan_file import check_edited
 from m2flow.micro.records.provenance import resolved_of
 from m2flow.micro.records.resume import DONE, ResumeState, read_mendable, read_resume_state
@@ -420,6 +420,17 @@ class Run:
     def tally(self) -> Tally:
         """Counts so far; may be read by another thread during the run."""
         return self._journal.tally if self._journal else Tally()
+
+    @property
+    def why_in_vain(self) -> str:
+        """Why a run that is over was in vain: no update made a step, or each episode or reward failed. Empty: it was not."""
+        if self.tally.num_in_vain:
+            return f"none of its updates ({self.tally.num_in_vain:,}) had a token to train on"
+        failed, episodes = read_failed_episodes(self.run_dir)
+        if self.tally.updates and 0 < episodes <= failed:
+            return f"each of its episodes ({episodes:,}) failed"
+        failed = self._journal.num_failed.total() if self._journal else 0
+        return f"each of its rewards ({failed:,}) failed" if self.tally.updates and 0 < self.tally.num_judged <= failed else ""
 
     @property
     def running(self) -> Mapping[str, str]:

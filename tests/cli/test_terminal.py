@@ -246,6 +246,62 @@ def test_the_summary_of_a_flow_without_steps_says_so(num_steps: int, is_said: bo
     assert ("no loop over steps(...)" in console.file.getvalue()) is is_said  # type: ignore[attr-defined]
 
 
+VAIN = """
+from m2flow import AdamW, Chat, Dataset, Policy, Reward, Sample, agent, flow, steps
+
+
+@agent
+async def player(chat: Chat, row: Sample) -> float:
+    turn = await chat.say("go on", max_tokens=4)
+    if row["fails"]:
+        raise ValueError("the machine is gone")
+    return float(len(turn.text))
+
+
+def judged(sample: Sample) -> float:
+    if sample["fails"]:
+        raise ValueError("the machine is gone")
+    return float(sample.num_tokens)
+
+
+@flow
+def vain(failing: int = 4, how: str = "mask", of: str = "episodes") -> None:
+    policy, judge = Policy("fake", optimizer=AdamW(1e-3)), Reward(judged, on_error=0.0 if of == "rewards" else "raise")
+    rows = Dataset([{"prompt": f"{i}", "fails": i < failing} for i in range(4)], shuffle=False)
+    policy.update(Dataset([{"prompt": "1", "target": "2"}]).all())
+    for _ in steps(2):
+        if of == "rewards":
+            responses = policy.generate(rows.take(4), n=2, max_new_tokens=4)
+            policy.update(responses, judge.score(responses))
+        else:
+            episodes = policy.rollout(player, rows.take(4), n=2, max_tokens=20, failed=how)
+            policy.update(episodes, episodes.reward)
+"""
+
+
+@pytest.mark.parametrize(
+    ("of", "how", "why"),
+    [
+        ("episodes", "mask", r"none of its updates \(2\) had a token to train on"),
+        ("episodes", "zero", r"each of its episodes \(16\) failed"),
+        ("rewards", "zero", r"each of its rewards \(16\) failed"),
+    ],
+)
+def test_a_run_in_which_everything_failed_ends_with_an_error(of: str, how: str, why: str, tmp_path: Path) -> None:
+    """The warm start before the loop does not count; where some succeed, failures are what the flow says."""
+    (tmp_path / "vain.py").write_text(VAIN)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    command = [sys.executable, "-m", "m2flow", "run", "vain.py", "--eager", "--cluster", "cluster.yaml", "--of", of, "--how", how]
+    ran = programs.run(command, cwd=tmp_path)
+    assert ran.returncode == 1, ran.stdout
+    assert re.search(
+        rf"FlowError: the run is over, and {why}\n +What became of each sample, and why: m2flow samples runs/vain-", ran.stderr
+    )
+    assert "done  " in ran.stdout
+    some = programs.run([*command, "--failing", "2"], cwd=tmp_path)
+    assert some.returncode == 0, some.stderr
+
+
 def test_the_summary_tells_the_reward_by_means_over_tenths(tmp_path: Path) -> None:
     """Two single steps are noise."""
     done = Summary(str(tmp_path), 40, 40, "", 24, 84, {}, 0, 0.3, 0.2, 0.4, 196.0, 55.9, {}, {}, 0, 0, "", "")

@@ -34,7 +34,7 @@ from __future__ import annotations
 import mmap
 import sqlite3
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,12 +185,26 @@ class Tally:
     """Last value of each logged name."""
     example: tuple[str, str] = ("", "")
     """A recent prompt and its response."""
+    updates: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    """Updates, by whether they were in the loop over steps, and whether they made an optimiser step."""
+    num_judged: int = 0
+    """Rewards that functions gave, or did not; since the run began or was resumed."""
     num_skipped: int = 0
     """Optimiser steps that had no token to train on, and updates without rows; since the run began or was resumed."""
     apart: Divergence | None = None
     """None if no update was above the limit."""
     step_ends: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     """(`time.monotonic`, steps done) at the end of the last steps since the run began or was resumed."""
+
+    def updated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count an update that is over."""
+        self.updates[step >= 0, metrics.get("num_steps", 1.0) > 0] += 1
+
+    @property
+    def num_in_vain(self) -> int:
+        """Updates of the loop, or of a flow without one, if there are any and none made an optimiser step."""
+        in_loop = any(is_of_loop for is_of_loop, _ in self.updates)
+        return 0 if self.updates[in_loop, True] else self.updates[in_loop, False]
 
     def steps_done(self, num_steps: int) -> None:
         """Note that so many steps are done; a smaller number than before is ignored."""

@@ -204,6 +204,7 @@ class Journal:
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
         self._ledger.rewarded(call, ids, values, parts)
+        self.tally.num_judged += len(ids)
         if call.options.get("on_error") is not None:
             self.num_failed.update((call.role, how) for of in parts for how in of if how in get_args(Failure) and len(of) == 1)
 
@@ -312,6 +313,7 @@ class Journal:
         if not call.is_aligned:
             self.record.came_to(call, value)
         if call.method == "update" and isinstance(value, dict):
+            self.tally.updated(call.step, value)
             if self._alarm is not None:
                 self._alarm.hear(call, value, self.tally)
             prefix = "setup/" if call.step < 0 else ""

@@ -114,6 +114,11 @@ WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sampl
 """
 IS_CURRENT = "NOT EXISTS (SELECT 1 FROM expired e WHERE e.sample = s.id AND e.segment = s.segment AND e.offset = s.offset)"
 """Condition on a row of `samples s`: the sample was not begun anew since."""
+_EPISODES = """
+SELECT (SELECT coalesce(sum(value), 0) FROM logs WHERE name LIKE '%episodes/failed'),
+    (SELECT count(*) FROM samples JOIN calls ON calls.ordinal = samples.call
+    WHERE calls.name LIKE '%.rollout' OR calls.name LIKE '%.branch')
+"""
 _FAILED = "SELECT ordinal FROM calls WHERE state = 'failed'"
 _KNOWN = f"""
 SELECT coalesce(max(known), 0) FROM (SELECT num_generated AS known FROM samples s WHERE id = :id AND {IS_CURRENT}
@@ -471,6 +476,13 @@ def read_num_failed(run_dir: Path) -> int:
     """Number of failed calls of a run; if it ended well, these are the ones whose error the flow caught."""
     with reading_ledger(run_dir) as db:
         return len(db.execute(_FAILED).fetchall())
+
+
+def read_failed_episodes(run_dir: Path) -> tuple[int, int]:
+    """Episodes of a run that failed, and all of its rollouts."""
+    with reading_ledger(run_dir) as db:
+        ((failed, episodes),) = db.execute(_EPISODES)
+        return int(failed), int(episodes)
 
 
 def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:

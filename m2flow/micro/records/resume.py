@@ -540,9 +540,11 @@ def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int], over: set[
             tally.num_samples += num_samples
             tally.num_tokens += num_tokens
     for recorded in record.calls:
-        if recorded.ordinal in done and recorded.name.endswith(".update") and recorded.step >= 0:
+        if recorded.ordinal in done and recorded.name.endswith(".update"):
             value = record.value(recorded.ordinal)
-            if isinstance(value, dict) and "reward" in value:
+            if isinstance(value, dict):
+                tally.updated(recorded.step, value)
+            if isinstance(value, dict) and "reward" in value and recorded.step >= 0:
                 tally.rewards.append(value["reward"])
     open_steps = [recorded.step for recorded in record.calls if recorded.ordinal not in over and recorded.step >= 0]
     last = max((recorded.step for recorded in record.calls), default=-1)
