@@ -11,6 +11,7 @@ about 20,000 samples a second. Its syntax is FTS5's: words that all must be ther
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -43,6 +44,7 @@ COLUMNS = {
     "member": "its index in the group",
     "prompt_tokens": "tokens",
     "response_tokens": "tokens generated",
+    "turns": "turns of the model, if it is an episode; else 1",
     "finish": "stop, length or abort",
     "reward": "what the last call that rewarded it gave; null if none did",
     "parts": "what that reward is made of, as JSON: parts ->> 'brevity' < 0; null if its function does not say",
@@ -53,12 +55,16 @@ COLUMNS = {
 }
 """The columns that a condition may name."""
 
+_OF_LEDGER = tuple(name for name in COLUMNS if name != "turns")
+"""Those that need no segment file to be read; an episode's row has its turns."""
+
 _FINISH = "CASE finish " + " ".join(f"WHEN {finish.value} THEN '{finish.name.lower()}'" for finish in Finish) + " END"
 _VIEW = f"""
 CREATE TEMP VIEW listed AS SELECT samples.id AS id,
     samples.call || '/' || samples.prompt || '/' || samples.member AS sample,
     samples.step AS step, calls.name AS call, calls.site AS site, samples.prompt AS prompt, samples.member AS member,
-    samples.num_tokens - samples.num_generated AS prompt_tokens, samples.num_generated AS response_tokens, {_FINISH} AS finish,
+    samples.num_tokens - samples.num_generated AS prompt_tokens, samples.num_generated AS response_tokens, turns_of(samples.id) AS turns,
+    {_FINISH} AS finish,
     rewarded.value AS reward, rewarded.parts AS parts, coalesce(rewarded.number, 0) AS num_rewards,
     coalesce(trained.number, 0) AS num_updates, endings.ending AS ending, endings.reason AS reason
 FROM samples JOIN calls ON calls.ordinal = samples.call JOIN endings ON endings.id = samples.id
@@ -101,6 +107,7 @@ class Entry:
     member: int
     prompt_tokens: int
     response_tokens: int
+    turns: int
     finish: str
     reward: float | None
     num_rewards: int
@@ -302,6 +309,8 @@ class SampleQuery:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._records: dict[Place, Batch] = {}
+        self._turns: dict[int, int | None] | None = None
+        """By packed identity, once a condition or an order has named them."""
         self._index: TextIndex | None = None
         self.tokenizers = RunTokenizers(run_dir)
 
@@ -312,6 +321,7 @@ class SampleQuery:
         try:
             self._db = open_ledger(self._run_dir)
             add_endings(self._db)
+            self._db.create_function("turns_of", 1, self._turns_of)
             self._db.execute(_VIEW)
         except sqlite3.Error as error:
             raise SpecError(f"can't read {path}: {error}", now="It may be of another version of m2flow.") from None
@@ -336,7 +346,7 @@ class SampleQuery:
             OptionError: the condition or the order is no expression over the columns.
             EngineError: a segment file is damaged or missing.
         """
-        names = ", ".join(COLUMNS)
+        names = ", ".join(_OF_LEDGER)
         by = f"{order}, id" if order else "id"
         cut = "" if limit is None else f" LIMIT {int(limit)}"
         for packed, *values in self._rows(f"SELECT id, {names} FROM listed {self._condition(where)} ORDER BY {by}{cut}"):
@@ -380,7 +390,7 @@ class SampleQuery:
             OptionError: the condition or the order is no expression over the columns.
             EngineError: a segment file is damaged or missing.
         """
-        names = list(COLUMNS)
+        names = list(_OF_LEDGER)
         cut = "" if limit is None else f" LIMIT {int(limit)}"
         by = f"{order}, listed.id" if order else "listed.id"
         chosen = self._rows(f"SELECT id, {', '.join(names)} FROM listed {self._condition(where)} ORDER BY {by}{cut}")
@@ -389,10 +399,10 @@ class SampleQuery:
         places = {packed: tuple(place) for packed, *place in self._rows("SELECT id, segment, offset, size, checksum FROM samples")}
         for packed, *_ in chosen:
             of_place.setdefault(places[packed], []).append(packed)
-        texts: dict[int, tuple[str, str, float | None]] = {}
+        texts: dict[int, tuple[str, str, float | None, int]] = {}
         for place, ids in of_place.items():
             texts.update(zip(ids, _texts(self._read(place).select(np.array(ids, np.int64))), strict=True))
-        for at, name in enumerate(("prompt_text", "response_text", "mean_logprob")):
+        for at, name in enumerate(("prompt_text", "response_text", "mean_logprob", "turns")):
             found[name] = [texts[packed][at] for packed, *_ in chosen]
         return found
 
@@ -455,7 +465,7 @@ class SampleQuery:
         return [cause for _, cause in moves(self._db, packed)]
 
     def _entry(self, packed: int, values: Sequence[Any]) -> Entry:
-        known = dict(zip(COLUMNS, values, strict=True))
+        known = dict(zip(_OF_LEDGER, values, strict=True))
         del known["parts"]  # Terms of the last reward alone.
         segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
         row = self._row((segment, *place), packed)
@@ -469,6 +479,7 @@ class SampleQuery:
         told = text_of(row)
         return Entry(
             **known,
+            turns=_turns(row)[0],
             prompt_text=told.prompt,
             response_text=told.response,
             columns=told.columns,
@@ -509,6 +520,18 @@ class SampleQuery:
         life += [f"trained on: {name}, {site}, in step {step}, epoch {epoch}" for name, site, step, epoch in updates]
         return life if known["ending"] == "consumed" else [*life, f"{known['ending']}: {known['reason']}"]
 
+    def _turns_of(self, packed: int) -> int | None:
+        """Turns of a sample, for SQL; None where its segment can't be read. Reads each record once."""
+        if self._turns is None:
+            self._turns = {}
+            for place, ids in itertools.groupby(self.places(), key=lambda row: row[1:]):
+                chosen = [one[0] for one in ids]
+                self._turns.update(dict.fromkeys(chosen))
+                with contextlib.suppress(EngineError):
+                    turns = _turns(self._read(place).select(np.array(chosen, np.int64)))
+                    self._turns.update(zip(chosen, turns, strict=True))
+        return self._turns.get(packed)
+
     def _row(self, place: Place, packed: int) -> Batch:
         if place not in self._records:
             self._records = {place: self._read(place)}  # Consecutive samples are often of one record, so one is cached.
@@ -540,14 +563,20 @@ def role_of(row: Batch, call: str, by: str) -> str:
     return roles.get(by, by) if by else call.partition(".")[0]
 
 
-def _texts(rows: Batch) -> Iterator[tuple[str, str, float | None]]:
-    """Prompt, response, and mean log-probability of the generated tokens of each row."""
+def _texts(rows: Batch) -> Iterator[tuple[str, str, float | None, int]]:
+    """Prompt, response, mean log-probability of the generated tokens, and turns of each row."""
     logprobs = rows.ragged("logprobs") if "logprobs" in rows else None
     masks, texts = rows.ragged("loss_mask") if "loss_mask" in rows else None, rows.ragged("text") if "text" in rows else None
+    turns = _turns(rows)
     for at, sample in enumerate(rows.rows()):
         own = np.empty(0) if logprobs is None or masks is None else logprobs.row(at)[masks.row(at)]
         prompt = sample.prompt_text if "prompt" in rows else ""
-        yield prompt, "" if texts is None else str(texts.item(at)), float(own.mean()) if len(own) else None
+        yield prompt, "" if texts is None else str(texts.item(at)), float(own.mean()) if len(own) else None, turns[at]
+
+
+def _turns(rows: Batch) -> list[int]:
+    """Turns of the model in each row; 1 where it is no episode."""
+    return [int(one) for one in rows.dense("num_turns").tolist()] if "num_turns" in rows else [1] * len(rows)
 
 
 def _condition(where: str, filled: Callable[[str], str]) -> str:

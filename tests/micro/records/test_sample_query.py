@@ -146,6 +146,25 @@ def test_a_directory_without_a_ledger_is_refused(tmp_path):
         pass
 
 
+def test_turns_of_episodes_choose_and_sort(tmp_path):
+    @agent
+    async def talkative(chat: Chat, row: Sample) -> float:
+        for _ in range(int(row["turns"])):
+            await chat.say("more", max_tokens=3)
+        return 1.0
+
+    @flow
+    def talks() -> None:
+        policy = Policy("fake")
+        rows = Dataset([{"prompt": f"{turns}", "turns": turns} for turns in (1, 3, 2)])
+        policy.update(played := policy.rollout(talkative, rows.take(3), n=2, max_tokens=100), played.reward)
+
+    done = Run(talks, {}, FAKES, RunSettings(runs_dir=str(tmp_path), eager=True)).execute()
+    with SampleQuery(Path(done.run_dir)) as book:
+        assert [entry.turns for entry in book.entries("turns > 1", order="turns desc")] == [3, 3, 2, 2]
+        assert book.columns(order="turns")["turns"] == [1, 1, 2, 2, 3, 3]
+
+
 def test_a_segment_that_is_gone_is_named(run_dir, tmp_path):
     (tmp_path / "ledger.db").write_bytes((run_dir / "ledger.db").read_bytes())
     with SampleQuery(tmp_path) as book, pytest.raises(EngineError, match=r"the segment .*\.seg.* is missing"):
