@@ -21,6 +21,7 @@ from typing import overload
 import cloudpickle
 
 from m2flow.errors import FlowLoadError, OptionError
+from m2flow.macro.graph import site_of
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.recipe import MOST_COUNTED
 
@@ -191,12 +192,21 @@ def flow(function: Callable[..., object] | None = None, /, *, staleness: int | s
     return _flow(function, staleness)
 
 
+_MOST_DECORATORS = 30
+"""Lines of them that are read to find the function's own."""
+
+
 def _flow(function: Callable[..., object], staleness: int | str) -> Flow:
     if not callable(function):
         raise FlowLoadError(f"@flow got a {type(function).__name__} instead of a function", now="Write @flow above a function.")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        code = function.__code__
+        lines = range(code.co_firstlineno, code.co_firstlineno + _MOST_DECORATORS)
+        starts = (line for line in lines if linecache.getline(code.co_filename, line).lstrip().startswith(("def ", "async def ")))
+        place = code.co_filename, next(starts, code.co_firstlineno), function.__name__
         raise FlowLoadError(
             f"the flow {function.__name__} is async or has a yield; a flow is a plain function",
+            where=site_of([place]).describe(),
             now="Write it with `def`, without yield: the run makes its calls concurrent.",
         )
     made = Flow(function, staleness)

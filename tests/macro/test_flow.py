@@ -70,8 +70,9 @@ def test_of_several_flows_one_is_chosen_by_name_and_one_of_two_names_counts_once
         ("import sys\nsys.exit(3)\n", ["{path}:2  sys.exit(3)\n", "importing the flow raised SystemExit: 3"]),
         (
             "from m2flow import flow\n@flow\nasync def f(): pass\n",
-            ["{path}\n", "flow f is async", "\n", "`def`"],
+            ["{path}:3  async def f(): pass\n", "flow f is async", "\n", "`def`"],
         ),
+        ("from m2flow import flow\n@flow(\n    staleness=1)\ndef f():\n    yield\n", ["{path}:4  def f():\n", "has a yield"]),
     ],
 )
 def test_a_file_that_is_no_flow_is_told_what_where_and_what_now(tmp_path, text, parts):
