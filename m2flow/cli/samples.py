@@ -278,7 +278,8 @@ def branch_command(
             click.echo(json.dumps(said | ({"error": one.error} if one.error else {})))
         return
     before = "none" if found.reward is None else f"{found.reward:.4g}"
-    click.echo(f"episode {sample}, reward {before}, {found.num_turns} turns; from turn {turn} with the weights {found.weights}\n")
+    turns = f"{found.num_turns} turn{'s' * (found.num_turns != 1)}"
+    click.echo(f"episode {sample}, reward {before}, {turns}; from turn {turn} with the weights {found.weights}\n")
     names = sorted({name for one in found.branches for name in one.rewards})
     rows = [["", "reward", *names, "turns", "last turn"]]
     for number, one in enumerate(found.branches):

@@ -162,6 +162,8 @@ def test_an_episode_of_a_run_is_played_on_by_the_command(tmp_path: Path) -> None
     assert all(one["turns"] and not one["failure"] for one in found)
     shown = CliRunner().invoke(cli, ["branch", run, sample, "--turn", "1", "-n", "3", "--threads", "1"])
     assert "mean reward" in shown.output
+    num = json.loads(asked.output)["turns"]
+    assert f", {num} turn{'s' * (num != 1)}; from turn 1 " in shown.output
     for wrong, message in {sample: "no branch at turn 99", "1/2": "no identity", "99/0/0": "has no sample"}.items():
         refused = CliRunner().invoke(cli, ["branch", run, wrong, "--turn", "99"])
         assert refused.exit_code == 2, refused.output
