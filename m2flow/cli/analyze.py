@@ -20,7 +20,7 @@ from m2flow.cli.main import find_run
 from m2flow.cli.plan import recorded_options
 from m2flow.engines.contract import size_of
 from m2flow.errors import M2FlowError, SpecError
-from m2flow.runs.planning import causes, table
+from m2flow.runs.planning import OTHER_WAITS, causes, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,6 +124,8 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
         whole_s = device.busy_s + sum(device.idle_s.values())
         rows.append((device.name, device.kinds, f"{device.busy_s / whole_s:.0%}" if whole_s else "", causes(device.idle_s, whole_s)))
     lines += ["", *table(rows)]
+    if any("barrier" in row[-1] for row in rows):
+        lines.append(f"barrier: for Python where it waits for a value (m2flow plan lists these barriers), for {OTHER_WAITS}")
     path = [("critical path", "", "share", "s a step")]
     for share in analysis.path:
         path.append((share.label, share.line, f"{share.share:.1%}", f"{share.seconds / len(analysis.steps):,.3f}"))

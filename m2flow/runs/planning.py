@@ -206,7 +206,11 @@ def _calls_text(exploration: Exploration, target: str, steps: int) -> list[str]:
     lines = [f"calls of {flow} ({target}), " + (traced if num_steps else "which is one step"), *calls_listing(exploration), ""]
     barriers = barriers_listing(exploration)
     if not barriers:
-        return [*lines, "barriers: none. Python waits for no value in these steps."]
+        return [
+            *lines,
+            "barriers: none. Python waits for no value in these steps.",
+            f"  (idle for `barrier`, in m2flow analyze: for {OTHER_WAITS})",
+        ]
     lines += ["barriers: here Python waits for a value, and what follows can't start before; log() does not wait", *barriers]
     lines += [f"  {line}" for line in bounds_listing(exploration)]
     sources = [source for path in exploration.paths for look in path.looks for source in look.sources]
@@ -392,6 +396,10 @@ def _simulation_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[s
         f"simulated in {report.wall_s:.2f} s, {report.num_events:,} events",
     ]
     return lines
+
+
+OTHER_WAITS = "Python's own work between two calls, or for others of its kind"
+"""What a device that is idle for `barrier` waits for where Python waits for no value."""
 
 
 def causes(idle_s: dict[str, float], whole_s: float) -> str:

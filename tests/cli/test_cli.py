@@ -18,6 +18,7 @@ from m2flow.cli.main import cli, failure_of, main
 from m2flow.errors import InternalError, RewardError, RunInterrupted
 from m2flow.micro.records.accounting import Tally
 from m2flow.runs.display import Rates, duration, sparkline
+from m2flow.runs.planning import OTHER_WAITS
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "flows" / "grpo.py")
@@ -158,6 +159,7 @@ def test_plan_prints_calls_barriers_and_arithmetic() -> None:
     assert "policy.generate(%6, n=8, max_new_tokens=8)" in shown.stdout
     assert "policy.update(%responses, %rewards, loss='ppo_clip', advantages='grpo')" in shown.stdout
     assert "barriers: none" in shown.stdout
+    assert f"(idle for `barrier`, in m2flow analyze: for {OTHER_WAITS})" in shown.stdout
     assert "plan of grpo on laptop: time-shared" in shown.stdout
     assert "16 prompts x n=8" in shown.stdout
 

@@ -20,6 +20,7 @@ from m2flow.micro.records.ledger import Ledger
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import Recorder, SpanBlock
 from m2flow.runs.display import send_alert
+from m2flow.runs.planning import OTHER_WAITS
 from m2flow.samples import SampleId
 from m2flow.viewer.analysis import OVERHEAD, CriticalPath, analysis_of
 from m2flow.viewer.health import RULES, Alert, alerts_of
@@ -101,6 +102,20 @@ def test_while_others_generate_an_instance_without_samples_is_in_the_tail_and_tr
     assert found["rollout-1"] == pytest.approx({"tail": 0.006, "staleness": 0.002})
     assert found["rollout-0"] == pytest.approx({"staleness": 0.002})
     assert found["train-0"] == pytest.approx({"rollout": 0.004, "tail": 0.006})
+
+
+def test_what_waits_for_python_is_idle_for_a_barrier_which_is_told_as_the_plan_tells_it(tmp_path: Path) -> None:
+    rollout, trainer = Recorder("rollout-0"), Recorder("train-0")
+    for step, start in enumerate((0, 10)):
+        about = {"call": 2 * step, "step": step, "label": "policy.generate", "flow_line": "f.py:1"}
+        rollout.add("rollout.step", start * MS, (start + 4) * MS, **about, num_samples=1)
+        update = {"call": 2 * step + 1, "step": step, "label": "policy.update", "flow_line": "f.py:2"}
+        trainer.add("train.apply", (start + 4) * MS, (start + 6) * MS, **update)
+    (tmp_path / "config.json").write_text("{}")
+    store_run(tmp_path, [drained(rollout), drained(trainer)])
+    told = CliRunner().invoke(cli, ["analyze", str(tmp_path), "--no-suggest"]).stdout
+    assert re.search(r"rollout-0 .*barrier 25.0%", told)
+    assert f"barrier: for Python where it waits for a value (m2flow plan lists these barriers), for {OTHER_WAITS}\n" in told
 
 
 def test_while_a_last_checkpoint_is_written_nobody_is_idle_for_a_cause(tmp_path: Path) -> None:
