@@ -327,13 +327,15 @@ def test_a_planned_run_of_several_conversations_equals_the_eager_one_under_rando
 def test_stale_conversations_that_are_stopped_and_go_on_with_newer_weights_are_given_again_by_eager():
     """They lie in the row by name, and were sampled in turn: so newer weights may stand before older ones there."""
     num_mixed = 0
-    for number in (1, 3, 5):  # How many are stopped between two versions of the weights depends on time; of three runs, more than two.
+    for number in range(1, 31, 2):  # How many are stopped between two versions of the weights depends on how busy the machine is.
         rollout = RolloutSpec(engine="fake", workers=3, max_running=3, chunk=3, policy=(f"{ADVERSARIES}:Adversary:seed={number}",))
         spec, options = fake_cluster("split").model_copy(update={"rollout": rollout}), {"num_steps": 4, "staleness": 2}
         planned = run_planned(self_play, options, spec, seed=number, order_seed=number)
         assert not planned.error
         num_mixed += sum(len({version_span.version for version_span in one.version_spans}) > 1 for one in planned.decisions.values())
         assert difference_of(planned, run_eager(self_play, options, spec, seed=number, decisions=planned.decisions)) is None
+        if num_mixed > 2:
+            break
     assert num_mixed > 2
 
 
