@@ -24,7 +24,7 @@ from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.observe.metrics import TensorBoardWriter, metrics_path
 from m2flow.recipe import AdamW
-from m2flow.spec import ClusterSpec, RunSettings
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings
 from m2flow.testing import fakes
 from m2flow.testing.random_programs import scheduled
 from m2flow.testing.world import run_planned
@@ -109,7 +109,9 @@ def test_episodes_that_a_policy_moves_are_counted_wherever_one_looks(tmp_path, m
 
 
 def test_what_stays_where_it_is_moves_nowhere(tmp_path, went_elsewhere):
-    run = SteppedRun(calling, {}, fake_cluster("split", workers=3), RunSettings(runs_dir=str(tmp_path)))
+    with_room = RolloutSpec(engine="fake", workers=3, max_running=8)  # No turn waits for a slot, of which some would be had elsewhere.
+    spec = fake_cluster("split").model_copy(update={"rollout": with_room})
+    run = SteppedRun(calling, {}, spec, RunSettings(runs_dir=str(tmp_path)))
     run.execute()
     assert (moves_on_disk(run.run_dir), went_elsewhere) == (Counter(), [])
     assert "away from" not in CliRunner().invoke(cli, ["analyze", str(run.run_dir)]).output

@@ -262,7 +262,7 @@ def test_branches_of_what_one_speaker_said_are_those_of_whole_episodes_and_keep_
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("is_apart", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_planned_run_of_trees_of_several_speakers_equals_the_eager_one_whatever_dies(request, is_apart):
     num_whole = 0
     for number in range(30 if request.config.getoption("--long") else 3):

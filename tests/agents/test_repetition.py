@@ -149,7 +149,9 @@ def test_a_tool_with_effects_never_runs_twice_whatever_dies(tmp_path, monkeypatc
     assert whole > 200
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits where it must"])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(0.0, marks=pytest.mark.slow, id="commits at once"), pytest.param(1e9, id="commits where it must")]
+)
 def test_a_tool_with_effects_never_runs_twice_whenever_a_run_is_killed_and_resumed(tmp_path, monkeypatch, seconds):
     commit_every(monkeypatch, seconds)
     spec, settings = fake_cluster("split", workers=2), RunSettings(runs_dir=str(tmp_path / "runs"))

@@ -171,7 +171,8 @@ def digits(num_steps: int = 3) -> None:
         policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3))
 
 
-@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_a_model_whose_prompts_are_embedded_gives_the_same_samples(monkeypatch, deterministic):
     """Bit by bit with `--deterministic`; otherwise what runs together differs with the order, and with it the last bits."""
     told = []

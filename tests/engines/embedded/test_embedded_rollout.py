@@ -114,6 +114,7 @@ def test_the_embedding_of_a_prompt_is_the_direction_of_its_last_hidden_state(
     np.testing.assert_allclose(engine.embeddings(requests), together, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_lengths_that_follow_what_prompts_say_are_predicted_from_embeddings_and_not_from_prompt_lengths(tmp_path: Path) -> None:
     """The model has learned to repeat the last digit, the larger ones more often; all prompts are equally long."""
     model, dice = Model(save_config("Qwen2", tmp_path), init="random"), np.random.default_rng(0)
