@@ -48,11 +48,11 @@ gc.set_threshold(500_000, 20, 50)
 def _leave() -> None:
     """At the end Python would go three times through all that is left. A process of xdist has said all by now, its exit status is not
     asked for, and to take its modules apart takes seconds for which the others wait."""
-    gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+    gc.freeze()
 
 
 atexit.register(_leave)
@@ -120,13 +120,6 @@ def pytest_runtestloop() -> None:
     """Tests and modules stay to the end: no collection looks at them again."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
-    """What tests have left is looked through once for what was never closed. pytest would do so five times."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -426,11 +426,13 @@ class Run:
         """Why a run that is over was in vain: no update made a step, or each episode or reward failed. Empty: it was not."""
         if self.tally.num_in_vain:
             return f"none of its updates ({self.tally.num_in_vain:,}) had a token to train on"
+        if not self.tally.updates:
+            return ""
         failed, episodes = read_failed_episodes(self.run_dir)
-        if self.tally.updates and 0 < episodes <= failed:
+        if 0 < episodes <= failed:
             return f"each of its episodes ({episodes:,}) failed"
         failed = self._journal.num_failed.total() if self._journal else 0
-        return f"each of its rewards ({failed:,}) failed" if self.tally.updates and 0 < self.tally.num_judged <= failed else ""
+        return f"each of its rewards ({failed:,}) failed" if 0 < self.tally.num_judged <= failed else ""
 
     @property
     def running(self) -> Mapping[str, str]:
