@@ -1,6 +1,6 @@
 """Requests as rollout engines work on them: validated, tokenised, with the tokens generated so far; and which tokens may come next.
 
-    Request --job_of--> Job --an engine--> Job --generated_of--> Generated
+    Request --RequestReader.job--> Job --an engine--> Job --generated_of--> Generated
     Sampling.regex | json_schema | grammar --Constraint.of--> Constraint --allowed(tokens so far)--> bool [V]
     the column `sampling_mask` --SamplingMask.of--> what each token was drawn from --among_left--> log-probabilities and entropies
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast, final
 
@@ -245,93 +246,132 @@ class Job:
         versions[: len(self.versions)] = self.versions
         stale = np.full(len(tokens), self.has_old_cache)
         stale[: len(self.kv_stale)] = self.kv_stale
+        made = copy(self)  # `replace` would take as long as all else here.
         masks = None if masks is None else list(masks)
-        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale, masks=masks)
+        vars(made).update(tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale, masks=masks)
+        return made
 
 
-Encoded = dict[str, tuple[npt.NDArray[np.int32], str | None]]
-"""Prompt as JSON -> its tokens, and its text as the chat template made it."""
+@final
+class RequestReader:
+    """Validate and tokenise the requests of one call. What they share, a prompt or sampling parameters, is worked out once."""
 
+    def __init__(self, codec: TextCodec, *, vocab_size: int, max_context: int) -> None:
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._max_context = max_context
+        self._prompts: dict[Hashable, tuple[npt.NDArray[np.int32], str | None]] = {}
+        self._limits: dict[tuple[int, int], tuple[Sampling, Sampling, npt.NDArray[np.int64]]] = {}
+        """Identity of sampling parameters, and the room for a response -> these, what holds for that room, and the stop tokens."""
 
-def job_of(request: Request, codec: TextCodec, encoded: Encoded, *, vocab_size: int, max_context: int) -> Job:
-    """Validate and tokenise a request; its response ends where the context does. `encoded` caches the prompts of a call.
+    def job(self, request: Request) -> Job:
+        """Make the job of a request; its response ends where the context does.
 
-    Raises:
-        PromptTooLong: the prompt alone fills the context. EngineError: no prompt, tokens that the model does
-            not have, or a prefix that is not whole.
-    """
-    who = SampleId.unpack(request.id)
-    prompt_text = request.prompt_text
-    if isinstance(request.prompt, str) or (request.prompt and not isinstance(request.prompt[0], int)):
-        given = cast(Prompt, request.prompt)
-        key = json.dumps(given)
-        if key not in encoded:
-            try:
-                encoded[key] = np.array(codec.encode_prompt(given), np.int32), codec.prompt_text(given)
-            except DatasetError as error:
-                raise DatasetError(f"sample {who}: {error.what}", now=error.now) from None
-        prompt, prompt_text = encoded[key]
-    else:
-        prompt = np.array(request.prompt, np.int32)
-    prefix = np.array(request.prefix, np.int32)
-    if not len(prompt):
-        raise EngineError(f"sample {who}: the prompt has no tokens", now="Give it a text, or the tokenizer's first token.")
-    for ids in (prompt, prefix):
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise EngineError(f"sample {who} has token ids outside of 0..{vocab_size - 1}", now="Do tokenizer and model belong together?")
-    if len(prompt) >= max_context:
-        raise PromptTooLong(
-            f"sample {who}: a prompt of {len(prompt)} tokens leaves no room for a response in the context of {max_context}",
-            now='Shorten the prompt: Dataset(..., policy=policy, max_prompt_tokens=..., too_long="truncate-left", or "drop").',
+        Raises:
+            PromptTooLong: the prompt alone fills the context. EngineError: no prompt, tokens that the model does
+                not have, or a prefix that is not whole.
+        """
+        prompt, prompt_text = self._prompt(request)
+        sampling, stop_ids = self._limited(request, self._max_context - len(prompt))
+        num_new = sampling.max_new_tokens
+        prefix = np.array(request.prefix, np.int32)
+        if len(prefix):
+            self._check_tokens(request, prefix)
+        if not len(prefix) == len(request.prefix_logprobs) == len(request.prefix_versions) or len(prefix) > num_new:
+            raise EngineError(
+                f"sample {_who(request)}: a prefix of {len(prefix)} tokens with {len(request.prefix_logprobs)} log-probabilities and "
+                f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
+            )
+        return Job(
+            id=request.id,
+            seed=request.seed,
+            sampling=sampling,
+            prompt=prompt,
+            stop_ids=stop_ids,
+            tokens=prefix,
+            logprobs=np.array(request.prefix_logprobs, np.float32),
+            versions=np.array(request.prefix_versions, np.int32),
+            kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
+            stop_texts=StopTexts.of(sampling, self._codec.decode, self._codec.special_ids),
+            prompt_text=prompt_text,
+            constraint=Constraint.of(sampling, self._codec, self._vocab_size),
+            masks=unpacked_masks(np.array(request.prefix_masks, np.int32), len(prefix)) if sampling.sampling_mask else None,
+            keeps_kv=request.keeps_kv,
         )
-    num_new = min(request.sampling.max_new_tokens, max_context - len(prompt))
-    sampling = replace(request.sampling, max_new_tokens=num_new, min_new_tokens=min(request.sampling.min_new_tokens, num_new))
-    if not len(prefix) == len(request.prefix_logprobs) == len(request.prefix_versions) or len(prefix) > num_new:
-        raise EngineError(
-            f"sample {who}: a prefix of {len(prefix)} tokens with {len(request.prefix_logprobs)} log-probabilities and "
-            f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
-        )
-    if sampling.logit_bias and max(token for token, _ in sampling.logit_bias) >= vocab_size:
-        raise EngineError(
-            f"sample {who}: logit_bias has a token outside of 0..{vocab_size - 1}",
-            now="Give logit_bias token ids of this model's vocabulary.",
-        )
-    stops = sorted(
-        (frozenset() if sampling.ignore_eos else codec.eos_ids) | set(sampling.stop_token_ids) | codec.special_among(sampling.stop)
-    )
-    return Job(
-        id=request.id,
-        seed=request.seed,
-        sampling=sampling,
-        prompt=prompt,
-        stop_ids=np.array([token for token in stops if token < vocab_size], np.int64),
-        tokens=prefix,
-        logprobs=np.array(request.prefix_logprobs, np.float32),
-        versions=np.array(request.prefix_versions, np.int32),
-        kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
-        stop_texts=StopTexts.of(sampling, codec.decode, codec.special_ids),
-        prompt_text=prompt_text,
-        constraint=Constraint.of(sampling, codec, vocab_size),
-        masks=unpacked_masks(np.array(request.prefix_masks, np.int32), len(prefix)) if sampling.sampling_mask else None,
-        keeps_kv=request.keeps_kv,
-    )
+
+    def _prompt(self, request: Request) -> tuple[npt.NDArray[np.int32], str | None]:
+        """The tokens of a prompt, and its text as the chat template made it."""
+        given = request.prompt
+        is_text = isinstance(given, str) or bool(given and not isinstance(given[0], int))
+        key: Hashable = given if isinstance(given, str) else ("messages", json.dumps(given)) if is_text else (request.prompt_text, given)
+        found = self._prompts.get(key)
+        if found is None:
+            if is_text:
+                prompt = cast(Prompt, given)
+                try:
+                    found = np.array(self._codec.encode_prompt(prompt), np.int32), self._codec.prompt_text(prompt)
+                except DatasetError as error:
+                    raise DatasetError(f"sample {_who(request)}: {error.what}", now=error.now) from None
+            else:
+                found = np.array(given, np.int32), request.prompt_text
+            self._check_prompt(request, found[0])
+            self._prompts[key] = found
+        return found
+
+    def _check_prompt(self, request: Request, prompt: npt.NDArray[np.int32]) -> None:
+        if not len(prompt):
+            raise EngineError(f"sample {_who(request)}: the prompt has no tokens", now="Give it a text, or the tokenizer's first token.")
+        self._check_tokens(request, prompt)
+        if len(prompt) >= self._max_context:
+            raise PromptTooLong(
+                f"sample {_who(request)}: a prompt of {len(prompt)} tokens leaves no room for a response in the context of "
+                f"{self._max_context}",
+                now='Shorten the prompt: Dataset(..., policy=policy, max_prompt_tokens=..., too_long="truncate-left", or "drop").',
+            )
+
+    def _check_tokens(self, request: Request, ids: npt.NDArray[np.int32]) -> None:
+        if not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            what = f"sample {_who(request)} has token ids outside of 0..{self._vocab_size - 1}"
+            raise EngineError(what, now="Do tokenizer and model belong together?")
+
+    def _limited(self, request: Request, room: int) -> tuple[Sampling, npt.NDArray[np.int64]]:
+        """The sampling parameters of a request that has room for so many new tokens, and its stop tokens."""
+        given = request.sampling
+        num_new = min(given.max_new_tokens, room)
+        known = self._limits.get((id(given), num_new))
+        if known is None:
+            if given.logit_bias and max(token for token, _ in given.logit_bias) >= self._vocab_size:
+                raise EngineError(
+                    f"sample {_who(request)}: logit_bias has a token outside of 0..{self._vocab_size - 1}",
+                    now="Give logit_bias token ids of this model's vocabulary.",
+                )
+            eos_ids: frozenset[int] = frozenset() if given.ignore_eos else self._codec.eos_ids
+            stops = sorted(eos_ids | set(given.stop_token_ids) | self._codec.special_among(given.stop))
+            sampling = replace(given, max_new_tokens=num_new, min_new_tokens=min(given.min_new_tokens, num_new))
+            known = given, sampling, np.array([token for token in stops if token < self._vocab_size], np.int64)
+            self._limits[id(given), num_new] = known
+        return known[1:]
+
+
+def _who(request: Request) -> SampleId:
+    return SampleId.unpack(request.id)
 
 
 def jobs_of(requests: Sequence[Request], known: Iterable[int], codec: TextCodec, *, vocab_size: int, max_context: int) -> list[Job]:
-    """Run `job_of` for a whole call, of which all are queued or none.
+    """Make the jobs of a whole call, of which all are queued or none.
 
     Args:
         known: what the engine has.
     Raises:
-        EngineError: one of them is known, or comes twice. And as `job_of`.
+        EngineError: one of them is known, or comes twice. And as `RequestReader.job`.
     """
     seen = set(known)
-    encoded: Encoded = {}
+    reader = RequestReader(codec, vocab_size=vocab_size, max_context=max_context)
     jobs = []
     for request in requests:
-        jobs.append(job_of(request, codec, encoded, vocab_size=vocab_size, max_context=max_context))
+        jobs.append(reader.job(request))
         if request.id in seen:
-            raise EngineError(f"sample {SampleId.unpack(request.id)} is already being generated")
+            raise EngineError(f"sample {_who(request)} is already being generated")
         seen.add(request.id)
     return jobs
 

@@ -35,7 +35,7 @@ import mmap
 import sqlite3
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -377,7 +377,8 @@ def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[st
                 ids["stale"].add(row)
         for call in now or drawn_by:
             _add_call(db, call, ids)
-    return {name: _class(db, rows, judges) for name, rows in ids.items() if rows}
+    of = {rows: _class(db, rows, judges) for rows in map(frozenset, ids.values()) if rows}  # Often all that were sampled are trained on.
+    return {name: of[frozenset(rows)] for name, rows in ids.items() if rows}
 
 
 def _graded(db: sqlite3.Connection) -> dict[int, int]:
@@ -411,7 +412,7 @@ def _version_of(db: sqlite3.Connection, update: int) -> int:
     return int(db.execute(same, (update, update)).fetchone()[0])
 
 
-def _class(db: sqlite3.Connection, rows: set[int], judges: set[int]) -> Class:
+def _class(db: sqlite3.Connection, rows: Collection[int], judges: set[int]) -> Class:
     """Args:
     judges: calls whose rewards count. A sample that has none of them counts with its first one.
     """

@@ -100,6 +100,8 @@ class Journal:
         """By cause, the samples that went on elsewhere than where their context is, and are in no line of the metrics yet."""
         self._known: dict[str, int] = {}
         """Files of workers -> offset up to which they are in the ledger, not yet written there."""
+        self._to_compare: list[tuple[Call, str]] = []
+        """Updates that have ended, with the prefix of their metrics, whose length bias is not written yet."""
 
     def open(self) -> None:
         self._ledger.open()
@@ -109,6 +111,7 @@ class Journal:
             self._resumption = self._resumed.begin_resumption(self._ledger, self._run_dir, keeps=self._keeps)
         self._metrics.open(None if self._resumed is None else self._resumed.metrics_size)
         self._trace.open()
+        self._ledger.before_commit.append(self._compare_lengths)
         self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))
         self._ledger.before_commit.append(self._write_known)
         self._ledger.commit(durably=self._resumed is not None)
@@ -322,8 +325,7 @@ class Journal:
             moved, self._moved_now = self._moved_now, Counter()
             self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()}, idle_s, moved)
             if call.step >= 0:
-                bias = as_metrics(self._ledger.length_bias(call))
-                self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})
+                self._to_compare.append((call, prefix))
             if call.step >= 0 and "reward" in value:
                 self.tally.rewards.append(value["reward"])
 
@@ -354,7 +356,15 @@ class Journal:
         """Commit what was written a while ago; to be called now and then."""
         for kind, what in self._copying.news() if self._copying is not None else ():
             self._ledger.incident(kind, "controller", what)
+        self._compare_lengths()
         self._ledger.commit_if_due()
+
+    def _compare_lengths(self) -> None:
+        """Write the length bias of updates that have ended. It takes milliseconds, for which the next step need not wait."""
+        while self._to_compare:
+            call, prefix = self._to_compare.pop(0)
+            bias = as_metrics(self._ledger.length_bias(call))
+            self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})
 
     def spans(self, block: SpanBlock) -> None:
         self._trace.append(block)
