@@ -49,7 +49,7 @@ from m2flow.engines.contract import K3, MAX, MEAN, MOVED
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import VersionSpan
 from m2flow.micro.records.rundir import reading_ledger
-from m2flow.samples import Finish, SampleId
+from m2flow.samples import Finish, SampleId, by_group
 
 # ---- tokens
 
@@ -368,7 +368,7 @@ def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[st
         trained = set(_known(db, "SELECT id FROM samples WHERE id IN ({})", trained))
         if not trained:
             continue
-        drawn_by = {SampleId.unpack(row).call for row in trained}
+        drawn_by = {SampleId.unpack(members[0]).call for members in by_group(trained).values()}
         now = {call for call in drawn_by if db.execute("SELECT step FROM calls WHERE ordinal = ?", (call,)).fetchone() == (step,)}
         ids["trained"] |= trained
         version = _version_of(db, ordinal)
@@ -418,9 +418,8 @@ def _class(db: sqlite3.Connection, rows: Collection[int], judges: set[int]) -> C
     """
     lengths = [tokens for _, tokens in _pairs(db, "SELECT id, num_generated FROM samples WHERE id IN ({})", rows)]
     rewards: dict[int, float] = {}
-    drawn = min(SampleId.unpack(row).call for row in rows)  # Calls that judge these come later: the table's key begins with the call.
-    statement = f"SELECT sample, call, value FROM rewards WHERE call > {drawn} AND sample IN ({{}}) ORDER BY call"
-    given = _pairs(db, statement, rows)
+    drawn = SampleId.unpack(min(rows)).call  # Calls that judge these come later: the table's key begins with the call.
+    given = _pairs(db, "SELECT sample, call, value FROM rewards WHERE call > ? AND sample IN ({}) ORDER BY call", rows, drawn)
     for row, _, value in [*(one for one in given if one[1] in judges), *given]:
         rewards.setdefault(row, value)
     return Class(len(rows), sum(lengths) / len(lengths) if lengths else None, sum(rewards.values()) / len(rewards) if rewards else None)
@@ -430,11 +429,11 @@ def _known(db: sqlite3.Connection, statement: str, rows: Iterable[int]) -> list[
     return [found[0] for found in _pairs(db, statement, rows)]
 
 
-def _pairs(db: sqlite3.Connection, statement: str, rows: Iterable[int]) -> list[tuple]:  # type: ignore[type-arg]
-    """What a statement about some samples gives, a few hundred of them at a time."""
+def _pairs(db: sqlite3.Connection, statement: str, rows: Iterable[int], *given: int) -> list[tuple]:  # type: ignore[type-arg]
+    """What a statement about some samples gives, a few hundred of them at a time; `given` is for its marks before the samples."""
     found = []
     wanted = sorted(rows)
     for start in range(0, len(wanted), _MOST_NAMED):
         part = wanted[start : start + _MOST_NAMED]
-        found += db.execute(statement.format(",".join("?" * len(part))), part).fetchall()
+        found += db.execute(statement.format(",".join("?" * len(part))), (*given, *part)).fetchall()
     return found
