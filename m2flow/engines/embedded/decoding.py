@@ -248,9 +248,6 @@ def _without_unlikely(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
     return logprobs.masked_fill(logprobs < logprobs.amax(-1, keepdim=True) + share[:, None], float("-inf"))
 
 
-_LENGTH_STEP = 64
-
-
 # ---- decoders
 
 
@@ -445,7 +442,7 @@ class ContinuousDecoder:
 
     def __init__(self, model: SlotModel, *, max_running: int, max_prefill_tokens: int, kv_budget_bytes: int) -> None:
         self._model = model
-        self._cache = SlotCache()
+        self._cache = SlotCache(is_fine=model.is_on_cpu)
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self._budget_tokens = kv_budget_bytes // max(model.kv_bytes_per_token, 1)
@@ -563,7 +560,7 @@ class ContinuousDecoder:
         num_new, longest_new = [0, 0], [0, 0]  # Of passes from the start, and of those behind a cache.
         while queue and len(self._jobs) + len(admitted) < self._max_running:
             job = queue[0]
-            longest = max(longest, -(-job.reserved_length // _LENGTH_STEP) * _LENGTH_STEP)
+            longest = max(longest, self._cache.rounded(job.reserved_length))
             is_first = not self._jobs and not admitted
             # A job alone is always let in: what can't fit even then is the allocator's to say.
             if not is_first and longest * (len(self._jobs) + len(admitted) + 1) > self._budget_tokens:
@@ -609,7 +606,7 @@ class ContinuousDecoder:
         slots, tokens = max(num_rows, self._cache.num_slots), max(length, self._cache.length)
         if (slots, tokens) != (self._cache.num_slots, self._cache.length) and slots * tokens > self._budget_tokens:
             self._cache.shrink_kv_cache(num_rows, length)
-        slots, tokens = max(num_rows, self._cache.num_slots), -(-max(length, self._cache.length) // _LENGTH_STEP) * _LENGTH_STEP
+        slots, tokens = max(num_rows, self._cache.num_slots), self._cache.rounded(max(length, self._cache.length))
         if (slots, tokens) != (self._cache.num_slots, self._cache.length):
             self._lacked_room = False
             self._prefixes.limit(self._budget_tokens - slots * tokens)

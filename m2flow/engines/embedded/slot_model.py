@@ -50,7 +50,7 @@ from m2flow.samples import compact_experts
 
 ATTENTION_NAME = "m2flow_slots"
 
-_LENGTH_STEP = 64
+_LENGTH_STEP, _FINE_STEP = 64, 16
 
 Prefix = Mapping[int, tuple[Tensor, Tensor]]
 """Layer -> keys and values of the first tokens of a sequence, each [K, L, D]."""
@@ -58,9 +58,12 @@ Prefix = Mapping[int, tuple[Tensor, Tensor]]
 
 @final
 class SlotCache:
-    """Keys and values of all layers, each [slots, K, length, D]. Allocated at the first write, which knows heads and sizes."""
+    """Keys and values of all layers, each [slots, K, length, D]. Allocated at the first write, which knows heads and sizes. `is_fine`:
+    short slots are a multiple of 16 long. On a CPU 256 of 14 tokens and four heads are read in two thirds of the time.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fine: bool = False) -> None:
+        self._is_fine = is_fine
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.num_slots = 0
         self.length = 0
@@ -81,9 +84,14 @@ class SlotCache:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    def rounded(self, length: int) -> int:
+        """The length of slots that hold so many tokens."""
+        step = _FINE_STEP if self._is_fine and length < _LENGTH_STEP else _LENGTH_STEP
+        return -(-length // step) * step
+
     def reserve(self, num_slots: int, length: int) -> None:
         """Grow to at least this number of slots of at least this length; contents stay."""
-        length = -(-max(length, self.length) // _LENGTH_STEP) * _LENGTH_STEP
+        length = self.rounded(max(length, self.length))
         num_slots = max(num_slots, self.num_slots)
         if (num_slots, length) == (self.num_slots, self.length):
             return
@@ -95,7 +103,7 @@ class SlotCache:
 
     def shrink_kv_cache(self, num_slots: int, length: int) -> None:
         """Shrink to the first so many slots, of this length or a little more."""
-        length = min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.length)
+        length = min(self.rounded(length), self.length)
         num_slots = min(num_slots, self.num_slots)
         if (num_slots, length) == (self.num_slots, self.length):
             return
@@ -715,7 +723,7 @@ class SlotModel:
         self._recipe = recipe
         self._added = MergedAdapters(module, recipe) if recipe is not None else None
         """None: the weights are not those that adapters were trained beside."""
-        self._device = device
+        self._device, self.is_on_cpu = device, device == "cpu"
         text_config = module.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         own_context = getattr(text_config, "max_position_embeddings", None) or 1 << 20
@@ -798,7 +806,7 @@ class SlotModel:
 
     def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
         """Process one token for each of the slots 0..B-1; returns the logits after it, [B, V], until the next call."""
-        if self._device == "cpu":
+        if self.is_on_cpu:
             return self._forward(tokens, positions, DecodePass(cache, positions), 0)
         if self._graphs is not None:
             try:

@@ -135,7 +135,7 @@ def test_a_pass_that_no_graph_can_hold_is_told_and_runs_without(tmp_path: Path, 
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model._graphs = DecodeGraphs("cpu", model._run_on_device, lambda: refused)
-    monkeypatch.setattr(model, "_device", torch.device("cpu"))  # Not the word "cpu": as on a GPU.
+    monkeypatch.setattr(model, "is_on_cpu", False)
     for _ in range(6):
         torch.testing.assert_close(model.decode(cache, tokens, positions), expected, atol=1e-5, rtol=1e-5)
     assert not model.has_graphs
@@ -165,7 +165,7 @@ def test_a_cache_of_many_short_rows_keeps_to_its_budget_when_a_few_long_ones_com
             most = max(most, decoder.kv_bytes)
         return most / per_token
 
-    assert most_of(8, Sampling(20, ignore_eos=True)) == num_tokens
+    assert most_of(8, Sampling(58, ignore_eos=True)) == num_tokens
     assert most_of(2, Sampling(200, ignore_eos=True)) <= num_tokens
     engine.stop()
 

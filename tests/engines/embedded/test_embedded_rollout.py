@@ -227,7 +227,7 @@ def test_a_shared_prompt_goes_through_the_model_once(tmp_path: Path) -> None:
 def test_admission_keeps_to_the_memory_for_keys_and_values(tmp_path: Path) -> None:
     path = save_config("Qwen2", tmp_path)
     per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
-    engine = started(path, options={"kv_budget_bytes": 3 * 64 * per_token})
+    engine = started(path, options={"kv_budget_bytes": 3 * 16 * per_token})
     engine.add(requests_of(Sampling(4, min_new_tokens=4), num_per_prompt=2))
     engine.step()
     assert engine._decoder is not None
