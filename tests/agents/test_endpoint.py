@@ -195,7 +195,9 @@ def test_the_other_two_apis_answer_what_chat_completions_does_whole_and_in_piece
 @pytest.mark.parametrize("path", ["responses", "messages"])
 def test_a_stream_of_the_other_two_apis_comes_in_more_than_one_piece(served: Served, path: str) -> None:
     limit = {"responses": "max_output_tokens", "messages": "max_tokens"}[path]
-    text = httpx.post(f"{served.url}/{path}", json=asked_by(path, stream=True, temperature=0, **{limit: 180}), timeout=120, trust_env=False).text
+    text = httpx.post(
+        f"{served.url}/{path}", json=asked_by(path, stream=True, temperature=0, **{limit: 180}), timeout=120, trust_env=False
+    ).text
     deltas = [one for one in pieces_of(text) if one["type"] in ("response.output_text.delta", "content_block_delta")]
     assert len(deltas) > 1
 
