@@ -103,7 +103,6 @@ class Optimizers:
             if not (math.isfinite(denominator) and denominator > 0):
                 raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
             gradients = self._give_to_masters() or gradients
-            by_mesh = _by_mesh(gradients)
             norm = self._norm() / denominator
             if not math.isfinite(norm):
                 raise EngineError(
@@ -114,15 +113,15 @@ class Optimizers:
             by_group = {f"{GRAD_NORM}/{group}": size / denominator for group, size in self._norms([held.grad for held in stepped]).items()}
             old = [held.detach().clone() for held in stepped]
             shrink = recipe.max_grad_norm / norm if 0 < recipe.max_grad_norm < norm else 1.0
-            for alike in by_mesh:
-                torch._foreach_mul_(alike, shrink / denominator)
+            torch._foreach_mul_([local(gradient) for gradient in gradients], shrink / denominator)
             key = recipe.state_key
             optimizer, num_steps = self._states.get(key) or (self._fresh(recipe), 0)
             rate = recipe.rate(num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
             before = {i: local(held).detach().clone() for i, held in enumerate(self._parameters) if held.dtype != torch.float32}
-            optimizer.step()
+            with contextlib.nullcontext() if isinstance(recipe, Muon | AdamW8bit) else _on_own_parts(optimizer):
+                optimizer.step()
             self._states[key] = (optimizer, num_steps + 1)
             steps = self._norms([held.detach() - weight for held, weight in zip(stepped, old, strict=True)])
             by_group |= update_ratios(steps, self._norms(old))
@@ -450,6 +449,60 @@ def _recipe_of(entry: Mapping[str, Any]) -> Optimizer:
     if given.get("groups"):
         given["groups"] = tuple(WeightGroup(**one) for one in given["groups"])
     return OPTIMIZERS[entry.get("kind", "AdamW")](**given).state_key
+
+
+@contextlib.contextmanager
+def _on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have an optimiser whose steps are elementwise step on this rank's parts of sharded parameters, which comes to the same.
+
+    DTensor works out the placement of a result anew for each operation with a number that it has not seen, and a bias correction is
+    another one at each step: 1 to 2 ms for each parameter and operation, which is most of a small model's step.
+    """
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    parts = {held: _own_part(held) for of in groups for held in of if hasattr(held, "to_local")}
+    known = dict(optimizer.state)
+
+    def given(held: Tensor, value: Any) -> Any:
+        return local(value) if held in parts and isinstance(value, Tensor) else value
+
+    def take(state: Mapping[Tensor, dict[str, Any]]) -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+    for group, of in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parts.get(held, held) for held in of]
+    take({parts.get(held, held): {name: given(held, value) for name, value in state.items()} for held, state in known.items()})
+    try:
+        yield
+    finally:
+        made = dict(optimizer.state)
+        for group, of in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = of
+        changed = {held: made[parts.get(held, held)] for of in groups for held in of if parts.get(held, held) in made}
+        take(
+            {
+                held: {name: _as_spread(value, held, known.get(held, {}).get(name)) for name, value in state.items()}
+                for held, state in changed.items()
+            }
+        )
+
+
+def _own_part(held: Tensor) -> torch.nn.Parameter:
+    part = torch.nn.Parameter(local(held.detach()))
+    if held.grad is not None:
+        is_alike = getattr(held.grad, "placements", None) == held.placements
+        part.grad = local(held.grad if is_alike else held.grad.redistribute(placements=held.placements))
+    return part
+
+
+def _as_spread(value: Any, held: Tensor, before: Any) -> Any:
+    """What an optimiser keeps of this rank's part of a parameter, as part of what all ranks keep; `before` is that, if it was there."""
+    if not hasattr(held, "to_local") or not isinstance(value, Tensor) or value.shape != local(held).shape:
+        return value
+    if hasattr(before, "to_local") and local(before).data_ptr() == value.data_ptr():
+        return before
+    kind: Any = type(held.data)
+    return kind.from_local(value, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride())
 
 
 def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
