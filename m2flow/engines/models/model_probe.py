@@ -24,6 +24,7 @@ Limits:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,6 +165,10 @@ def longest_sequence(config: Any) -> tuple[int, str]:
     return context, ""
 
 
+_KNOWN: set[tuple[object, ...]] = set()
+"""Kinds of models that were judged in this process."""
+
+
 @final
 class ModelProbe:
     """A few sequences with the logits of transformers' own code for each alone. Prepares the model for a registered attention.
@@ -172,17 +177,24 @@ class ModelProbe:
         model: in eval mode, loaded with attention `eager`; its attentions learn their reach.
         plain: the numbers of one sequence int64 [1, L] that are compared, [1, L, V]; of a causal language model its logits.
         max_context: tokens of the longest sequence that there will be.
+        what: a word for what `plain` gives.
     Raises:
         EngineError: the model has what no engine here computes, by name.
     """
 
-    def __init__(self, model: Any, engine: str, max_context: int, plain: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, model: Any, engine: str, max_context: int, plain: Callable[[Tensor], Tensor], what: str = "lm") -> None:
         self._model = model
         self._who = f"{engine} can't run {type(model).__name__}"
         config = model.config.get_text_config()
         self._refuse_by_config(config)
+        kinds, dtype = frozenset(map(type, model.modules())), next(model.parameters()).dtype
+        self._kind = engine, what, max_context, kinds, dtype, json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+        self.is_known = self._kind in _KNOWN
+        """Whether this process has judged a model of the same code and config, and `remember` was called then."""
         with self.explained(), torch.no_grad():
             self.attentions = learn(model)
+            if self.is_known:
+                return
             sizes = [*{reach.size for module in self.attentions if (reach := reach_of(module)) is not None}]
             sizes += self._unseen(config, sizes, max_context)
             self.sequences = _sequences(config, sizes, max_context)
@@ -208,6 +220,10 @@ class ModelProbe:
                 f"{self._who}: of several sequences in one pass, its logits differ by {worst:.2g} (of the largest) from the model's own",
                 now="Use another engine for this model.",
             )
+
+    def remember(self) -> None:
+        """Have later probes of such models not judge them again."""
+        _KNOWN.add(self._kind)
 
     def _row(self, sequence: npt.NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(sequence.astype(np.int64)).to(next(self._model.parameters()).device)[None]

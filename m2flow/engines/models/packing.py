@@ -315,16 +315,20 @@ def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
     longest, rope = longest_sequence(model.config)
     if not longest:
         raise EngineError(f"{type(model).__name__} has {rope} rotary embeddings, which change with the longest sequence of a batch")
-    probe = ModelProbe(model, "the embedded trainer", longest, plain)
+    probe = ModelProbe(model, "the embedded trainer", longest, plain, head)
+    with probe.explained():
+        model.set_attn_implementation(ATTENTION)
+    if probe.is_known:
+        return longest, rope
     # A token more of each, which nothing reads: what would predict it is judged too.
     tokens = Ragged.of([[*row.tolist(), 0] for row in probe.sequences], np.int32)
     mask = Ragged.of([np.arange(len(row) + 1) > len(row) - NUM_JUDGED for row in probe.sequences], np.bool_)
     ids = np.array([SampleId(0, max(0, i - 1), i).pack() for i in range(len(probe.sequences))], np.int64)
     with probe.explained(), torch.no_grad():
-        model.set_attn_implementation(ATTENTION)
         packed = pack(ids, tokens, mask, device=str(next(model.parameters()).device))
         computed = batched_logits(model, packed)[0] if head == "lm" else hidden_states(model, packed)
         probe.judge(computed.split(NUM_JUDGED))
+    probe.remember()
     return longest, rope
 
 
