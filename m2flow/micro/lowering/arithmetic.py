@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.graph import Call, MacroGraph, Ref
 from m2flow.micro.protocol.call_semantics import num_tokens_of
 from m2flow.micro.protocol.plan import Line
 from m2flow.recipe import PROXIMAL, Optimizer, Sampling, longest_response
@@ -36,6 +36,7 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
     traced = sorted({call.step for call in graph.calls if call.step >= 0})
     whole = [step for step in traced if not (graph.is_cut and step == graph.observations[-1].step)]
     counted = whole or traced
+    calls = {call.ordinal: call for call in graph.calls}
     for call in graph.calls:
         if call.step >= 0 and call.step not in counted:
             continue
@@ -46,10 +47,10 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
             total[1] += tokens
             lines.setdefault(line.name, line)
         elif call.method == "update":
-            num_optimizer_steps, *more = _update(graph, call, token_budget, num_ranks)
+            num_optimizer_steps, *more = _update(calls, call, token_budget, num_ranks)
             total[2] += num_optimizer_steps
             rates.add(call, num_optimizer_steps)
-            more += [_pass_before(graph, call)] if call.input(PROXIMAL) is not None else []
+            more += [_pass_before(calls, call)] if call.input(PROXIMAL) is not None else []
             lines |= {line.name: line for line in more if line.name not in lines}
     if graph.is_cut and not whole:
         return (*lines.values(), *rates.lines(num_steps, 1), *_at_least(graph, totals))
@@ -128,20 +129,20 @@ def _generation(call: Call) -> tuple[int, int, Line]:
     return samples, samples * longest_response(call.options), Line(f"samples of {call.site}", f"{samples:,}", formula)
 
 
-def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) -> tuple[int, Line, Line]:
+def _update(calls: Mapping[int, Call], call: Call, token_budget: int, num_ranks: int) -> tuple[int, Line, Line]:
     """Optimiser steps of one update call, and the lines that derive these and its gradient accumulation."""
     size, epochs = call.options["minibatch_size"], call.options["epochs"]
     assert isinstance(epochs, int)
-    source = _source(graph, call)
-    n = source.options.get("n", 1) if source else 1
-    assert isinstance(n, int)
-    prompts = call.most_rows // n  # Fewer than were generated if the generation was over-sampled.
+    makers, is_filtered = _makers(calls, call.input("samples"))
+    prompts = sum(_groups(maker) for maker in makers.values())  # Fewer than were generated if the generation was over-sampled.
+    n = math.ceil(sum(maker.most_rows for maker in makers.values()) / max(prompts, 1))
     if not isinstance(size, int):
         size = max(prompts, 1)
     minibatches = math.ceil(prompts / size)
     last = prompts - (minibatches - 1) * size
     smaller = f"; the last has {last}, divided by its own count" if minibatches and last != size else "; none is dropped"
-    longest = _longest(graph, source) * n * min(size, prompts)
+    smaller = "; fewer where all rows of prompts are filtered out" if is_filtered else smaller
+    longest = _longest(calls, call.input("samples")) * n * min(size, prompts)
     num_steps = epochs * minibatches
     where = "on 1 rank" if num_ranks == 1 else f"each over {num_ranks} ranks"
     return (
@@ -155,29 +156,49 @@ def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) ->
     )
 
 
-def _pass_before(graph: MacroGraph, call: Call) -> Line:
+def _pass_before(calls: Mapping[int, Call], call: Call) -> Line:
     """The line of the trainer's log-probabilities before an update, for a correction, a proximal policy or its own routing.
 
     A pass without gradient takes 2 operations for each weight and token, training 6 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
     """
     epochs = call.options["epochs"]
     assert isinstance(epochs, int)
-    tokens = _longest(graph, _source(graph, call)) * call.most_rows
+    tokens = _longest(calls, call.input("samples")) * call.most_rows
     share = f"1/{3 * epochs} of the operations of training"
     return Line(f"pass before {call.site}", f"at most {tokens:,} tokens", f"log-probabilities of its samples without gradient, {share}")
 
 
-def _source(graph: MacroGraph, call: Call) -> Call | None:
-    """The call whose rows this one takes as input; None if it is not in the graph."""
-    ref = call.input("samples") or call.input("prompts")
-    return next((c for c in graph.calls if ref is not None and c.ordinal == ref.call), None)
+def _carriers(calls: Mapping[int, Call], call: Call) -> list[Ref]:
+    """The inputs whose rows a function gives on: all of a concatenation, else the first."""
+    refs = [ref for _, ref in call.inputs if ref.call in calls]
+    return refs if call.options.get("gives") == "concat" else refs[:1]
 
 
-def _longest(graph: MacroGraph, source: Call | None) -> int:
+def _makers(calls: Mapping[int, Call], ref: Ref | None) -> tuple[dict[int, Call], bool]:
+    """The calls that made the rows of a result, by ordinal, and whether rows may have been filtered out since."""
+    call = calls.get(ref.call) if ref is not None else None
+    if call is None:
+        return {}, False
+    if call.engine in ("source", "rollout") or not call.inputs:
+        return {call.ordinal: call}, False
+    found = [_makers(calls, carrier) for carrier in _carriers(calls, call)]
+    drops = call.drops and not call.is_gated  # A refill makes up for what it drops.
+    return {ordinal: maker for makers, _ in found for ordinal, maker in makers.items()}, drops or any(filtered for _, filtered in found)
+
+
+def _groups(maker: Call) -> int:
+    n = maker.options.get("n", 1)
+    assert isinstance(n, int)
+    return maker.most_rows // n
+
+
+def _longest(calls: Mapping[int, Call], ref: Ref | None) -> int:
     """Bytes of the longest prompt and tokens of the longest response. What a chat template adds is not in it."""
-    if source is None:
+    call = calls.get(ref.call) if ref is not None else None
+    if call is None:
         return 0
-    rows = source.options.get("rows")
+    rows = call.options.get("rows")
     if isinstance(rows, Batch):
         return max(num_tokens_of(rows), default=0)
-    return longest_response(source.options) + _longest(graph, _source(graph, source))
+    own = longest_response(call.options) if call.engine == "rollout" else 0
+    return own + max((_longest(calls, carrier) for carrier in _carriers(calls, call)), default=0)
