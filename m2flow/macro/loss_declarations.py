@@ -309,6 +309,21 @@ def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int
         )
 
 
+def missing_need(loss: Loss, need: str, name: str, fields: frozenset[str], *, is_taken: bool) -> TraceError:
+    """Describe a need that the role `name`, its update and the samples with these fields lack.
+
+    Args:
+        is_taken: `columns=` of an update may not have that name.
+    """
+    column, instead = (f"own_{need}", f" The loss must call it so, too: {need!r} is taken.") if is_taken else (need, "")
+    now = f"Pass it: update(..., columns={{{column!r}: ...}}), one number a sample or one a token.{instead}"
+    return TraceError(
+        f"the loss {loss.name} needs {need!r}, which neither the samples nor this {name}.update have; the samples have "
+        f"{', '.join(sorted(fields))}",
+        now="A loss gets the reference's log-probabilities, as 'reference_logprobs'." if need == "reference" else now,
+    )
+
+
 def _reuse(origins: Sequence[Call], name: str, version: int, epochs: int, minibatch_size: int | None) -> tuple[str, str] | None:
     """Explain why samples may be of other weights than those that an update changes, and how to avoid it."""
     stale = next((call for call in origins if call.options["staleness"]), None)

@@ -25,7 +25,7 @@ from m2flow.macro.columns import ColumnFunction
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref, user_site
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
-from m2flow.macro.loss_declarations import check_comparison, check_update, nll, ppo_clip
+from m2flow.macro.loss_declarations import check_comparison, check_update, missing_need, nll, ppo_clip
 from m2flow.macro.ops import EpisodeRows, Failed, check_of_one_sample, log, record_episodes, speakers_of
 from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Draws, Keep, refill
@@ -270,13 +270,10 @@ class BuiltInRole:
             if need in foreign:
                 whose = "a language model's, and this is a critic" if head == "value" else "a critic's: Critic(...).update"
                 raise TraceError(f"the loss {loss.name} needs {need!r}, which are {whose}", now="Take a loss for this role.")
-            is_given = need in given or need in COMPUTED or need in ("advantages", "reference_logprobs", REFERENCE_TOP_LOGPROBS)
+            is_given = need in given and need not in _NOT_COLUMNS  # Of `rewards` and `reference` the loss sees what is made of them.
+            is_given |= need in COMPUTED or need in ("advantages", "reference_logprobs", REFERENCE_TOP_LOGPROBS)
             if not is_given and fields is not None and ("versions" if need == VERSION_AGES else need) not in fields:
-                raise TraceError(
-                    f"the loss {loss.name} needs {need!r}, which neither the samples nor this {self.name}.update have; the samples have "
-                    f"{', '.join(sorted(fields))}",
-                    now=f"Pass it: update(..., columns={{{need!r}: ...}}), one number a sample or one a token.",
-                )
+                raise missing_need(loss, need, self.name, fields, is_taken=need in _NOT_COLUMNS)
 
     def _further_columns(self, columns: Mapping[str, Handle] | None, *taken: str) -> dict[str, tuple[Ref, str]]:
         for name in columns or {}:

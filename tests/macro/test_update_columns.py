@@ -414,6 +414,29 @@ def test_a_loss_that_needs_what_nobody_has_is_refused_with_what_there_is():
         traced(lambda: body_of(critical))
 
 
+@pytest.mark.parametrize(
+    ("need", "said"),
+    [
+        ("rewards", r"columns=\{'own_rewards': \.\.\.\}.*'rewards' is taken"),
+        ("reward", r"columns=\{'own_reward': \.\.\.\}.*'reward' is taken"),
+        ("reference", "'reference_logprobs'"),
+    ],
+)
+def test_a_loss_that_needs_rewards_is_told_of_a_name_that_an_update_can_give_them_by(need, said):
+    @loss(needs=["logprobs", need])
+    def by_reward(logprobs, **more):
+        return -logprobs * more[need]
+
+    @flow
+    def updates() -> None:
+        policy, reward = Policy("fake"), Reward(length_share)
+        responses = policy.generate(Dataset(ROWS).take(4), n=2, max_new_tokens=8)
+        policy.update(responses, reward.score(responses), loss=by_reward, reference=Reference(policy))
+
+    with pytest.raises(TraceError, match=f"the loss by_reward needs '{need}', which neither .*(?s:.*){said}"):
+        trace(updates, {})
+
+
 def test_columns_of_other_samples_are_refused():
     def other() -> None:
         policy, prompts = Policy("fake"), Dataset(ROWS)
