@@ -390,7 +390,7 @@ def check_of_one_sample(function: Callable[..., object]) -> None:
 
 
 def log(**values: Number | Handle | float) -> None:
-    """Record numbers under these names in the run's metrics, when they are known. Does not wait."""
+    """Record numbers under these names in the run's metrics, when known. Does not wait. Of one name in a step, tables have the last."""
     session = current_session("log()")
     sources: dict[str, tuple[int, str | None] | float] = {}
     for name, value in values.items():

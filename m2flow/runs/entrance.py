@@ -381,6 +381,13 @@ def spec_of(cluster: ClusterLike) -> ClusterSpec:
         ) from None
 
 
+_OF_THE_COMMAND = {
+    "checkpoint_every": "That is the command's; here checkpoint_steps is a number of steps, and checkpoint_s one of seconds.",
+    "keep_checkpoints": "That is the command's; here it is checkpoints_kept.",
+}
+"""What an option of `m2flow run` is called here, where its name is another."""
+
+
 def settings_of(
     settings: RunSettings | Mapping[str, object] | None, seed: int, deterministic: bool, eager: bool, runs_dir: str | Path
 ) -> RunSettings:
@@ -393,7 +400,8 @@ def settings_of(
     more = settings.model_dump(exclude_unset=True) if isinstance(settings, RunSettings) else dict(settings or {})
     for name in more:
         if name not in RunSettings.model_fields:
-            raise OptionError(f"settings: there is no run setting {name!r}", now=did_you_mean(name, RunSettings.model_fields))
+            instead = _OF_THE_COMMAND.get(name) or did_you_mean(name, RunSettings.model_fields)
+            raise OptionError(f"settings: there is no run setting {name!r}", now=instead)
     try:
         return RunSettings.model_validate({**own, **more})
     except ValidationError as error:

@@ -287,6 +287,9 @@ class Run:
     def metrics(self, *, frame: FrameKind | None = None) -> Any:
         """The metrics as a table: a row for each step, a column for each name; null where a step has no such value.
 
+        Of several values of one name in a step, as of two updates of a policy or where a flow logs a `loss` of its own, it has the last;
+        `metrics.jsonl` has all. `step` is the step, and what a flow logs by that name is `log/step`.
+
         Args:
             frame: `pandas`, `polars` or `arrow`.
         """
@@ -295,7 +298,7 @@ class Run:
         found = {name: dict(points) for name, points in read_metrics(self.path).items()}
         steps = sorted({step for points in found.values() for step in points})
         columns: dict[str, list[object]] = {"step": list(steps)}
-        columns |= {name: [points.get(step) for step in steps] for name, points in found.items()}
+        columns |= {"log/step" if name == "step" else name: [points.get(step) for step in steps] for name, points in found.items()}
         return frame_of(columns, frame)
 
     def steps(self, *, frame: FrameKind | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -66,6 +67,22 @@ def test_the_command_line_and_python_say_the_same_of_a_plan(monkeypatch: pytest.
     assert done.exit_code == 0, done.output
     mine = str(m2flow.plan("flows/grpo.py", num_steps=3)).partition("\n\ntried on")[0]
     assert done.output.rstrip() == mine
+
+
+def test_the_table_of_metrics_has_the_step_and_the_last_value_of_a_name_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [(0, {"loss": 1.0, "step": 7.0}), (0, {"loss": 2.0}), (1, {"loss": 3.0, "step": 8.0})]
+    text = "".join(json.dumps({"step": step, "time_s": 0.0, "values": values}) + "\n" for step, values in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    monkeypatch.setattr(opened, "frame_of", lambda columns, kind: columns)
+    assert opened.Run(tmp_path).metrics() == {"step": [0, 1], "loss": [2.0, 3.0], "log/step": [7.0, 8.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("checkpoint_every", "checkpoint_steps is a number of steps"), ("keep_checkpoints", "checkpoints_kept")]
+)
+def test_a_setting_by_the_name_of_a_commands_option_is_told_what_it_is_called_here(name: str, said: str) -> None:
+    with pytest.raises(OptionError, match=f"no run setting '{name}'(?s:.*){said}"):
+        settings_of({name: 20}, 0, False, False, "runs")
 
 
 @pytest.mark.slow
