@@ -72,11 +72,8 @@ class M2FlowError(Exception):
     """The packed identity of the first sample that the error is about, in the process that raised it; -1: none in particular."""
 
     def __init__(self, what: str, *, where: str = "", now: str = "", remote: str = "") -> None:
-        super().__init__(what)
-        self.what = what
-        self.where = where
-        self.now = now
-        self.remote = remote
+        self.what, self.where, self.now, self.remote = (_encodable(text) for text in (what, where, now, remote))
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [self.where] if self.where else []
@@ -100,7 +97,7 @@ class M2FlowError(Exception):
         return self
 
     def to_record(self) -> ErrorRecord:
-        return ErrorRecord(type(self).__name__, *map(_encodable, (self.what, self.where, self.now, self.remote)))
+        return ErrorRecord(type(self).__name__, self.what, self.where, self.now, self.remote)
 
 
 class FlowError(M2FlowError):

@@ -30,6 +30,12 @@ def test_an_error_survives_pickling_and_the_wire(kind):
         assert str(other) == str(error)
 
 
+def test_an_error_about_half_a_surrogate_pair_says_the_same_here_and_over_the_wire_and_fits_into_a_file():
+    error = RewardError("what: \ud800", where="where: \ud801", now="now: \ud802", remote="remote: \udfff")
+    assert str(error).encode() == str(error_from_record(error.to_record())).encode()
+    assert (error.what, error.remote) == ("what: \\ud800", "remote: \\udfff")
+
+
 def test_an_error_prints_where_then_what_then_what_now():
     assert str(RewardError("the reward raised", where="flows/grpo.py:23  x = y", now="one\ntwo", remote="Traceback:\n  boom\n")) == (
         "flows/grpo.py:23  x = y\n  the reward raised\n  one\n  two\n  the worker's traceback:\n    Traceback:\n      boom"
