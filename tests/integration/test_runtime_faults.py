@@ -88,6 +88,14 @@ def test_what_is_printed_beyond_a_bound_is_left_out_and_counted():
     assert left_out > 700_000
 
 
+def test_what_a_log_cannot_hold_is_printed_escaped():
+    written = io.BytesIO()
+    bounded = BoundedPrint(io.TextIOWrapper(written, encoding="ascii"))
+    print("caf\xe9, half a pair: \ud800", file=bounded)
+    bounded.end()
+    assert written.getvalue() == b"caf\\xe9, half a pair: \\ud800\n"
+
+
 def test_what_is_none_of_the_runs_is_dropped_and_counted_on_every_socket_and_the_run_ends_well(tmp_path):
     said = output(tmp_path, "besieged")
     assert "ended well: 16 samples" in said

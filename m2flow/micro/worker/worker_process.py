@@ -37,6 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import TextIOWrapper
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TextIO, final
@@ -258,6 +259,8 @@ class BoundedPrint:
     """
 
     def __init__(self, stream: TextIO, most: int = _MOST_PRINTED) -> None:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # What a function prints must not end a run because the log can't hold it.
         self._stream = stream
         self._left = float(most)
         self._seen_s = time.monotonic()
