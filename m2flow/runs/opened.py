@@ -254,7 +254,8 @@ class Run:
         return "simulated" if (self.path / "report.json").is_file() else state_of(self.path)
 
     def samples(self, where: str = "", *, order: str = "", limit: int | None = None, frame: FrameKind | None = None) -> Any:
-        """The samples as a table: a row each, with the columns that `m2flow samples --columns` lists, and both texts.
+        """The samples as a table: a row each, with the columns that `m2flow samples --columns` lists, both texts, and the columns of
+        its dataset, where a name is taken as `column/NAME`.
 
         Args:
             where: chooses samples by an SQL expression over the columns: `"reward < 0.5 and step = 3"`.

@@ -9,7 +9,7 @@ Samples are read back by identity, whichever call gives them. Those that have no
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
@@ -100,7 +100,7 @@ class Journal:
         """By cause, the samples that went on elsewhere than where their context is, and are in no line of the metrics yet."""
         self._known: dict[str, int] = {}
         """Files of workers -> offset up to which they are in the ledger, not yet written there."""
-        self._to_compare: list[tuple[Call, str]] = []
+        self._to_compare: deque[tuple[Call, str]] = deque()
         """Updates that have ended, with the prefix of their metrics, whose length bias is not written yet."""
 
     def open(self) -> None:
@@ -362,7 +362,10 @@ class Journal:
     def _compare_lengths(self) -> None:
         """Write the length bias of updates that have ended. It takes milliseconds, for which the next step need not wait."""
         while self._to_compare:
-            call, prefix = self._to_compare.pop(0)
+            try:
+                call, prefix = self._to_compare.popleft()
+            except IndexError:  # A thread that ends the run took it.
+                return
             bias = as_metrics(self._ledger.length_bias(call))
             self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})
 

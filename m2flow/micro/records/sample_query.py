@@ -30,7 +30,7 @@ from m2flow.micro.records.accounting import moves
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
-from m2flow.samples import ENGINE_COLUMNS, EPISODE, MAIN, Batch, Finish, SampleId, Segment, records_of, sequences_of
+from m2flow.samples import ENGINE_COLUMNS, EPISODE, MAIN, Batch, Finish, Sample, SampleId, Segment, records_of, sequences_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -152,18 +152,24 @@ _LONGEST_COLUMN = 20_000
 def text_of(row: Batch) -> Text:
     """Return the texts of a batch of one sample."""
     sample = next(row.rows())
+    columns = _columns_of(sample, row)
+    prompt = sample.prompt_text if "prompt" in row else ""
+    return Text(prompt, str(row.ragged("text").item(0)) if "text" in row else "", columns)
+
+
+def _columns_of(sample: Sample, rows: Batch) -> dict[str, object]:
+    """What `Text.columns` has of one of these rows."""
     columns: dict[str, object] = {}
-    hidden = _OF_ENGINES | EPISODE if "episode" in row else _OF_ENGINES
-    for name in row.columns:
+    hidden = _OF_ENGINES | EPISODE if "episode" in rows else _OF_ENGINES
+    for name in rows.columns:
         value = sample[name] if name not in hidden else None
         if isinstance(value, str):
             columns[name] = value[:_LONGEST_COLUMN]
         elif isinstance(value, int | float | bool | list | dict) and len(str(value)) <= _LONGEST_COLUMN:
             columns[name] = value
-    if "episode" in row and sample["failure"]:
+    if "episode" in rows and sample["failure"]:
         columns["failure"] = ": ".join(filter(None, (sample["failure"], sample["episode"].get("error"))))[:_LONGEST_COLUMN]
-    prompt = sample.prompt_text if "prompt" in row else ""
-    return Text(prompt, str(row.ragged("text").item(0)) if "text" in row else "", columns)
+    return columns
 
 
 def conversations_of(row: Batch, tokenizer_of: Callable[[str], Tokenizer | None] = lambda by: None) -> list[Conversation]:
@@ -382,7 +388,8 @@ class SampleQuery:
         return _condition(where, lambda text: _MATCHES.sub(found, text))
 
     def columns(self, where: str = "", *, order: str = "", limit: int | None = None) -> dict[str, list[Any]]:
-        """`COLUMNS` of the samples that meet a condition, with `prompt_text`, `response_text` and `mean_logprob`, each as a list.
+        """`COLUMNS` of the samples that meet a condition, with `prompt_text`, `response_text`, `mean_logprob` and what `Text.columns` has,
+        each as a list. One of the dataset by the name of another is `column/NAME`.
 
         Reads each record of the segment files once, so it takes microseconds a sample where `entries` takes a millisecond.
 
@@ -399,11 +406,14 @@ class SampleQuery:
         places = {packed: tuple(place) for packed, *place in self._rows("SELECT id, segment, offset, size, checksum FROM samples")}
         for packed, *_ in chosen:
             of_place.setdefault(places[packed], []).append(packed)
-        texts: dict[int, tuple[str, str, float | None, int]] = {}
+        texts: dict[int, tuple[str, str, float | None, int, dict[str, object]]] = {}
         for place, ids in of_place.items():
             texts.update(zip(ids, _texts(self._read(place).select(np.array(ids, np.int64))), strict=True))
         for at, name in enumerate(("prompt_text", "response_text", "mean_logprob", "turns")):
             found[name] = [texts[packed][at] for packed, *_ in chosen]
+        of_dataset = [texts[packed][-1] for packed, *_ in chosen]
+        for name in dict.fromkeys(itertools.chain.from_iterable(of_dataset)):
+            found[f"column/{name}" if name in found else name] = [columns.get(name) for columns in of_dataset]
         return found
 
     def batches(
@@ -563,15 +573,16 @@ def role_of(row: Batch, call: str, by: str) -> str:
     return roles.get(by, by) if by else call.partition(".")[0]
 
 
-def _texts(rows: Batch) -> Iterator[tuple[str, str, float | None, int]]:
-    """Prompt, response, mean log-probability of the generated tokens, and turns of each row."""
+def _texts(rows: Batch) -> Iterator[tuple[str, str, float | None, int, dict[str, object]]]:
+    """Prompt, response, mean log-probability of the generated tokens, turns, and columns of its dataset of each row."""
     logprobs = rows.ragged("logprobs") if "logprobs" in rows else None
     masks, texts = rows.ragged("loss_mask") if "loss_mask" in rows else None, rows.ragged("text") if "text" in rows else None
     turns = _turns(rows)
     for at, sample in enumerate(rows.rows()):
         own = np.empty(0) if logprobs is None or masks is None else logprobs.row(at)[masks.row(at)]
         prompt = sample.prompt_text if "prompt" in rows else ""
-        yield prompt, "" if texts is None else str(texts.item(at)), float(own.mean()) if len(own) else None, turns[at]
+        response = "" if texts is None else str(texts.item(at))
+        yield prompt, response, float(own.mean()) if len(own) else None, turns[at], _columns_of(sample, rows)
 
 
 def _turns(rows: Batch) -> list[int]:

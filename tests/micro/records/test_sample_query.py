@@ -109,6 +109,22 @@ def test_texts_and_columns_of_the_dataset_are_searched(run_dir):
             book.count("matches('(')")
 
 
+def test_a_table_has_the_columns_of_the_dataset_and_calls_one_of_a_taken_name_otherwise(run_dir, tmp_path):
+    with SampleQuery(run_dir) as book:
+        table = book.columns("step = 1", order="reward desc")
+        assert [f"it's sum{text.split()[0]}" for text in table["prompt_text"]] == table["answer"]
+
+    @flow
+    def counted() -> None:
+        policy = Policy("fake")
+        policy.generate(Dataset([{"prompt": "a", "step": 7}, {"prompt": "b", "step": 8}]).take(2), max_new_tokens=2)
+
+    run = Run(counted, {}, FAKES, RunSettings(runs_dir=str(tmp_path), eager=True)).execute()
+    with SampleQuery(Path(run.run_dir)) as book:
+        table = book.columns()
+    assert (table["step"], table["column/step"]) == ([-1, -1], [7, 8])
+
+
 def test_samples_that_nothing_trained_on_are_unused(run_dir):
     with SampleQuery(run_dir) as book:
         assert {entry.step for entry in book.entries("ending = 'unused'")} == {-1}
