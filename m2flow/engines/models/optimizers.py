@@ -455,8 +455,9 @@ def _recipe_of(entry: Mapping[str, Any]) -> Optimizer:
 def _on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Have an optimiser whose steps are elementwise step on this rank's parts of sharded parameters, which comes to the same.
 
-    DTensor works out the placement of a result anew for each operation with a number that it has not seen, and a bias correction is
-    another one at each step: 1 to 2 ms for each parameter and operation, which is most of a small model's step.
+    DTensor works out where the result of an operation lies when it first sees its shapes and placements, for each of some ten operations
+    of each shape of parameter: the first step of a mixture of two layers on four ranks took 0.9 s with it and takes 0.15 s, later ones
+    two thirds of the time.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     parts = {held: _own_part(held) for of in groups for held in of if hasattr(held, "to_local")}
