@@ -219,7 +219,7 @@ def loop():
             "N = 3",
             r"edited\.py:11  .*\n  call 1: n is 3; recorded was 2\n  recorded: policy\.generate\(prompts=%0, n=2, .*\n  now:  ",
         ),
-        ("LIMIT = 0", "LIMIT = 5", r"edited\.py:11  .*\n  call 1: sampling is Sampling\(.*top_k=5"),
+        ("LIMIT = 0", "LIMIT = 5", r"edited\.py:11  .*\n  call 1: top_k is 5; recorded was not given"),
         ("range(9)", "range(7)", r"edited\.py:11  .*\n  call 0: rows is 2 rows, checksum"),
         ("num_tokens", "num_tokens + 1", r"edited\.py:12  .*\n  call 2: function is judged \(code "),
         ("judge.score(responses))", "judge.score(responses), epochs=2)", r"edited\.py:12  .*\n  call 2: the line has another text"),

@@ -68,3 +68,14 @@ def test_optimiser_steps_are_counted_in_prompts_whatever_was_done_with_the_rows_
         ("2", four + fewer),
     ]
     assert not [line for line in lines if line.formula.startswith("ceil(0 bytes")]
+
+
+@flow
+def drawn_with_care() -> None:
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(8)])
+    Policy("fake").generate(prompts.take(4), max_new_tokens=8, stop="</answer>", include_stop=True, top_p=0.9, min_new_tokens=1)
+
+
+def test_each_option_of_a_generation_that_is_not_its_default_is_told() -> None:
+    graph, _, _ = trace(drawn_with_care, {}, steps=1)
+    assert "n=1, max_new_tokens=8, stop=['</answer>'], top_p=0.9, min_new_tokens=1, include_stop=True)" in str(graph)
