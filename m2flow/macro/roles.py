@@ -347,8 +347,8 @@ class GenerateSettings:
         temperature = self.sampling.temperature_of or self.sampling.temperature
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
         shown |= {"stop": list(self.sampling.stop)} if self.sampling.stop else {}
-        usual = {**vars(Sampling(self.sampling.max_new_tokens)), **dict.fromkeys(("temperature", "temperature_of", "stop"))}
-        shown |= {name: value for name, value in vars(self.sampling).items() if usual[name] not in (value, None)}
+        told, usual = ("temperature", "temperature_of", "stop"), vars(Sampling(self.sampling.max_new_tokens))
+        shown |= {name: value for name, value in vars(self.sampling).items() if name not in told and value != usual[name]}
         shown |= {"staleness": self.asked_staleness} if self.asked_staleness is not None else {}
         shown |= ({"oversample": self.oversample} if self.oversample != 1.0 else {}) | {"late": self.late} if self.late != "wait" else {}
         shown |= {"timeout_s": self.timeout_s} if self.timeout_s is not None else {}

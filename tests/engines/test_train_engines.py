@@ -26,7 +26,7 @@ from m2flow import Correction, Dataset, PerSequence, Policy, flow, nll
 from m2flow.algorithms.losses import correction_weights, sequence_sum
 from m2flow.engines.contract import RATIO_COUNT, EngineSettings, Objective, TrainEngine, ratio_quantiles
 from m2flow.engines.embedded.trainer import EmbeddedTrain, logprobs_at, most_likely, token_logprobs
-from m2flow.engines.models import packing
+from m2flow.engines.models import model_probe, packing
 from m2flow.engines.models.optimizers import Optimizers, orthogonal, unpacked_state
 from m2flow.engines.registry import check_eight_bit
 from m2flow.errors import EngineError, MissingExtra, ModelError, OpError, OptionError, OutOfMemory
@@ -125,6 +125,34 @@ def two_models(name: str) -> tuple[Any, Any]:
         built.append(model)
     packing.check_model(built[1])
     return built[0], built[1]
+
+
+def test_a_process_judges_models_of_the_same_code_and_config_once_and_none_that_it_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[object] = []
+    judge = model_probe.ModelProbe.judge
+
+    def refused(probe: model_probe.ModelProbe, computed: object) -> None:
+        raise EngineError("its logits differ")
+
+    def noted(probe: model_probe.ModelProbe, computed: Any) -> None:
+        judged.append(probe)
+        judge(probe, computed)
+
+    def built(**changed: int) -> Any:
+        config = CONFIGS["qwen2"]()
+        config.update(changed)
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+    monkeypatch.setattr(model_probe, "_KNOWN", set())
+    monkeypatch.setattr(model_probe.ModelProbe, "judge", refused)
+    with pytest.raises(EngineError, match="differ"):
+        packing.check_model(built())
+    monkeypatch.setattr(model_probe.ModelProbe, "judge", noted)
+    models = [built(), built(), built(intermediate_size=48), built().bfloat16()]
+    for model in models:
+        packing.check_model(model)
+    assert len(judged) == 3
+    assert {model.config._attn_implementation for model in models} == {packing.ATTENTION}
 
 
 def gradient(model: Any) -> Tensor:

@@ -461,31 +461,34 @@ def _on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     parts = {held: _own_part(held) for of in groups for held in of if hasattr(held, "to_local")}
+    if not parts:
+        yield
+        return
     known = dict(optimizer.state)
-
-    def given(held: Tensor, value: Any) -> Any:
-        return local(value) if held in parts and isinstance(value, Tensor) else value
 
     def take(state: Mapping[Tensor, dict[str, Any]]) -> None:
         optimizer.state.clear()
         optimizer.state.update(state)
 
+    def of_part(held: Tensor, value: Any) -> Any:
+        return local(value) if held in parts and isinstance(value, Tensor) else value
+
     for group, of in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parts.get(held, held) for held in of]
-    take({parts.get(held, held): {name: given(held, value) for name, value in state.items()} for held, state in known.items()})
+    take({parts.get(held, held): {name: of_part(held, value) for name, value in state.items()} for held, state in known.items()})
     try:
         yield
     finally:
         made = dict(optimizer.state)
+        whole_of = {part: held for held, part in parts.items()}
         for group, of in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = of
-        changed = {held: made[parts.get(held, held)] for of in groups for held in of if parts.get(held, held) in made}
-        take(
-            {
-                held: {name: _as_spread(value, held, known.get(held, {}).get(name)) for name, value in state.items()}
-                for held, state in changed.items()
-            }
-        )
+        found: dict[Tensor, dict[str, Any]] = {}
+        for part, state in made.items():
+            held = whole_of.get(part, part)
+            before = known.get(held, {})
+            found[held] = {name: _as_spread(value, held, before.get(name)) for name, value in state.items()}
+        take(found)
 
 
 def _own_part(held: Tensor) -> torch.nn.Parameter:
