@@ -108,7 +108,7 @@ def test_episodes_that_a_policy_moves_are_counted_wherever_one_looks(tmp_path, m
     assert sum("away from its context (load)" in event for event in page.life) == count
 
 
-WITH_ROOM = fake_cluster("split").model_copy(update={"rollout": RolloutSpec(engine="fake", workers=3, max_running=8)})
+WITH_ROOM = fake_cluster("split").model_copy(update={"rollout": RolloutSpec(engine="fake", workers=3, max_running=64)})
 """No turn waits for a slot, of which some would be had elsewhere."""
 
 
