@@ -162,6 +162,8 @@ class Refill:
         self._kept: list[int] = []
         """Positions kept among those."""
         self._num_allowed = min(count, num_candidates)
+        self._num_certain = count
+        """If all unjudged groups were kept, the last one that is needed would be among so many."""
 
     @property
     def num_allowed(self) -> int:
@@ -172,6 +174,16 @@ class Refill:
     def count(self) -> int:
         """Groups that the refill returns."""
         return self._count
+
+    def is_certain(self, position: int) -> bool:
+        """Whether a group has to be judged, whatever comes of those before it that are not judged yet (errors aside).
+
+        >>> refill = Refill(num_candidates=9, count=2)
+        >>> refill.judge(1, False)
+        >>> [refill.is_certain(position) for position in range(4)]
+        [True, True, True, False]
+        """
+        return position < self._num_certain
 
     @property
     def num_rejected(self) -> int:
@@ -184,7 +196,12 @@ class Refill:
 
     def judge(self, position: int, verdict: bool | M2FlowError) -> None:
         """Record that a group was kept or not, or that judging it failed. A repeated verdict changes nothing."""
+        is_new = position not in self._verdicts
         self._verdicts.setdefault(position, verdict)
+        if is_new and verdict is False and position < self._num_certain:
+            self._num_certain += 1
+            while self._verdicts.get(self._num_certain - 1) is False:
+                self._num_certain += 1
         while isinstance(settled := self._verdicts.get(self._settled), bool) and len(self._kept) < self._count:
             if settled:
                 self._kept.append(self._settled)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -45,6 +45,7 @@ from m2flow.planner.profiles import (
     model_description,
     now_text,
     robust_mean,
+    total_ratio,
 )
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.lengths import log_length_icc
@@ -55,12 +56,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 def batches_of(
-    steps: Sequence[Span], sample_spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]]
-) -> tuple[tuple[IntArray, IntArray, IntArray, IntArray], IntArray]:
+    steps: Sequence[Span], sample_spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], natural: Container[int] | None = None
+) -> tuple[tuple[IntArray, IntArray, IntArray, IntArray, IntArray], IntArray]:
     """Reconstruct the batch of each step of one engine.
 
-    Returns ((decoded samples, tokens in their KV caches, prefilled samples, tokens of their prompts with each prompt once), [K] each), and
-    the positions of the steps for which this is known.
+    Returns ((decoded samples, tokens in their KV caches, prefilled samples, tokens of their prompts with each prompt once, samples of
+    steps outside `natural`), [K] each), and the positions of the steps for which this is known.
 
     Args:
         sample_spans: the spans of the samples of the engine's worker, and of the turns that it played in episodes.
@@ -70,6 +71,7 @@ def batches_of(
     starts = np.array([span.start_ns for span in steps])
     first, last, prompts, read = list[int](), list[int](), list[int](), list[int]()
     groups: list[int] = []
+    resized: list[bool] = []
     in_turns = {sample_of(span) for span in sample_spans if span.name == SpanName.TURN}
     for span in sample_spans:
         packed = sample_of(span)
@@ -86,6 +88,7 @@ def batches_of(
                 prompts.append(number(span, "num_prompt_tokens"))
                 read.append(prompts[-1] - number(span, "num_cached"))
                 groups.append(group_key(packed) if number(span, "turn") == 1 else -len(groups) - 1)  # First prompts are shared.
+                resized.append(natural is not None and packed in counts and counts[packed][0] not in natural)
             continue
         if packed in in_turns:
             continue
@@ -96,12 +99,13 @@ def batches_of(
             prompts.append(counts[packed][1])
             read.append(counts[packed][1])
             groups.append(group_key(packed))
-    rows = _Rows(*(np.array(column, np.int64) for column in (first, last, prompts, read, groups)))
-    running, entered, prefill, context = rows.by_step(len(steps))
+            resized.append(natural is not None and counts[packed][0] not in natural)
+    rows = _Rows(*(np.array(column, np.int64) for column in (first, last, prompts, read, groups, resized)))
+    running, entered, prefill, context, not_own = rows.by_step(len(steps))
     asked = np.array([number(span, "num_samples") for span in steps], np.int64)
     # Above the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
     is_known = (running > 0) & ((running == asked) | ((running < asked) & (running == running.max(initial=0))))
-    return (running - entered, context, entered, prefill), np.flatnonzero(is_known)
+    return (running - entered, context, entered, prefill, not_own), np.flatnonzero(is_known)
 
 
 def _is_played(span: Span, role: str, worker: str, roles: Mapping[int, str]) -> bool:
@@ -146,9 +150,11 @@ class _Rows:
     read: IntArray
     """Tokens of these that the engine had to read."""
     groups: IntArray
+    resized: IntArray
+    """1 for samples whose number or lengths were set."""
 
-    def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """For each step: running samples, entering samples, prompt tokens of these, tokens in the KV caches of the others."""
+    def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+        """For each step: running samples, entering ones, prompt tokens of these, tokens in the KV caches of the others, resized samples."""
         first = np.clip(self.first, 0, None)
 
         def total(weights: IntArray) -> IntArray:
@@ -165,10 +171,11 @@ class _Rows:
         np.add.at(prefill, first[once], self.read[once])
         # A sample that entered at step f has its prompt and k - f tokens in the cache at step k; at f itself it is read, not decoded.
         context = total(self.prompts) + np.arange(num_steps) * running - total(first) - unread
-        return running, entered, prefill, context
+        return running, entered, prefill, context, total(self.resized)
 
 
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 KINDS = ("rollout", "train", "function")
 
@@ -188,6 +195,8 @@ class DecodeSteps:
     seconds: FloatArray
     overlap: dict[str, FloatArray]
     """Kind of engine -> share of the step in which such an engine worked on another worker."""
+    is_natural: BoolArray
+    """Whether it had samples of the flow's own numbers and lengths only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +211,7 @@ class Passes:
     """Sum over the samples of their squared tokens."""
     seconds: FloatArray
     overlap: dict[str, FloatArray]
+    is_natural: BoolArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +235,8 @@ class FunctionUnits:
     """For each task, [K]."""
     task_s: FloatArray
     """For each task, [K]."""
+    between_s: FloatArray
+    """Seconds from the end of a task to the start of a task of this function that was there already."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,8 +286,8 @@ class Observed:
         counts, roles = read_token_counts(run_dir), read_roles(run_dir)
         steps = [int(str(span.attributes["step"])) for span in spans if "step" in span.attributes]
         first = min((step for step in steps if step >= 0), default=-1)
-        reader = _Reader(spans, counts, roles, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
         natural = None if natural_steps is None else set(natural_steps)
+        reader = _Reader(spans, counts, roles, natural, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
         own_steps = math.inf if natural is None else next(step for step in itertools.count() if step not in natural)
         found = reader.read([(packed, num) for packed, num in counts.items() if natural is None or num[0] in natural])
         return replace(found, refills=read_refills(run_dir, own_steps))
@@ -285,11 +297,18 @@ class _Reader:
     """Extracts sizes and times from the spans of a run."""
 
     def __init__(
-        self, spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], roles: Mapping[int, str], *, warm_up: int
+        self,
+        spans: Sequence[Span],
+        counts: Mapping[int, tuple[int, int, int]],
+        roles: Mapping[int, str],
+        natural: Container[int] | None,
+        *,
+        warm_up: int,
     ) -> None:
         self._spans = spans
         self._counts = counts
         self._roles = roles
+        self._natural = natural
         ends = [span.end_ns for span in spans if span.attributes.get("step") == warm_up]
         self._from_ns = max(ends, default=0)
         """The end of the warm-up; earlier spans are ignored."""
@@ -304,7 +323,7 @@ class _Reader:
         named: dict[str, list[Span]] = defaultdict(list)
         for span in counted:
             named[span.name].append(span)
-        idle = self._idle(counted)
+        idle = self._idle([span for span in counted if span.is_work or span.name == SpanName.SEND])
         turns = [(seconds, before.name == SpanName.TRAIN_APPLY) for span, seconds, before in idle if span.name in _PROMPT_STARTS]
         begun = [(span, seconds) for span, seconds, before in idle if before.name not in (SpanName.ROLLOUT_STEP, SpanName.SEND)]
         groups: dict[int, tuple[int, list[int]]] = {}
@@ -317,13 +336,17 @@ class _Reader:
             update=self._passes(named[SpanName.TRAIN_ACCUMULATE]),
             forward=self._passes(named[SpanName.TRAIN_LOGPROBS]),
             preparing=_sized(self._between(named[SpanName.TRAIN_ACCUMULATE])),
-            starting=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.TRAIN_ACCUMULATE),
+            starting=_sized(
+                (span.lane[0], number(span, "num_samples"), seconds)
+                for span, seconds, before in self._idle([span for span in counted if span.is_work])
+                if span.name == SpanName.TRAIN_ACCUMULATE and before.name != SpanName.ROLLOUT_STEP
+            ),
             optimizer=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.TRAIN_APPLY]),
             switches=_seconds((str(s.attributes.get("label", "")).removeprefix("to "), s.lane[0], s) for s in named[SpanName.SWITCH]),
             publishes=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_PUBLISH]),
             loads=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_LOAD]),
             weight_bytes={_role(s): number(s, "num_bytes") for s in named[SpanName.WEIGHTS_LOAD]},
-            functions=_units(named[SpanName.FUNCTION_CALL]),
+            functions=_units(named[SpanName.FUNCTION_CALL], named[SpanName.WAIT]),
             hops=np.array([seconds for seconds, is_turn in turns if not is_turn]),
             turns=np.array([seconds for seconds, is_turn in turns if is_turn]),
             sends=(
@@ -339,12 +362,12 @@ class _Reader:
         single = [span for span in steps if "num_steps" not in span.attributes]  # A span of several steps has no time for each.
         for (role, worker), own in _by(single).items():
             of_engine = [span for span in sample_spans if _is_played(span, role, worker, self._roles)]
-            (decoding, context, entered, prefill), kept = batches_of(own, of_engine, self._counts)
+            (decoding, context, entered, prefill, resized), kept = batches_of(own, of_engine, self._counts, self._natural)
             spans = [own[i] for i in kept.tolist()]
             if spans:
                 seconds = np.array([span.duration_s for span in spans])
                 found[role, worker] = DecodeSteps(
-                    decoding[kept], context[kept], entered[kept], prefill[kept], seconds, self._overlap(spans)
+                    decoding[kept], context[kept], entered[kept], prefill[kept], seconds, self._overlap(spans), resized[kept] == 0
                 )
         return found
 
@@ -381,6 +404,7 @@ class _Reader:
                 np.array([float((lengths.astype(np.float64) ** 2).sum()) for lengths in sizes]),
                 np.array([span.duration_s for span in own]),
                 self._overlap(own),
+                np.array([self._natural is None or number(span, "step", -1) in self._natural for span in own]),
             )
         return found
 
@@ -413,12 +437,10 @@ class _Reader:
         return found
 
     def _idle(self, spans: Sequence[Span]) -> list[tuple[Span, float, Span]]:
-        """Each span that followed an idle interval, its seconds, and the span that ended before it."""
+        """Each of these spans that followed an idle interval, its seconds, and the span that ended before it."""
         found = []
         last: Span | None = None
         for span in spans:
-            if not (span.is_work or span.name == SpanName.SEND):
-                continue
             pause_ns = span.start_ns - last.end_ns if last is not None else 0
             if last is not None and 0 < pause_ns < _MOST_GAP_NS and span.name != SpanName.SEND:
                 found.append((span, pause_ns / 1e9, last))
@@ -533,16 +555,27 @@ def _sized(rows: Iterable[tuple[str, int, float]]) -> dict[str, tuple[IntArray, 
     return {w: (np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows])) for w, rows in found.items()}
 
 
-def _units(spans: Iterable[Span]) -> dict[str, FunctionUnits]:
+def _units(spans: Iterable[Span], waits: Sequence[Span]) -> dict[str, FunctionUnits]:
     found: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        found[str(span.attributes.get("label", ""))].append(span)
+    between: dict[str, list[float]] = defaultdict(list)
+    waiting = _by_worker(waits)
+    for worker, own in _by_worker(spans).items():
+        idle = Cover(waiting.get(worker, []))
+        for before, span in itertools.pairwise(own):
+            pause_ns = span.start_ns - before.end_ns
+            if 0 < pause_ns < _MOST_GAP_NS and not idle.covered_ns(before.end_ns, span.start_ns):
+                between[str(span.attributes.get("label", ""))].append(pause_ns / 1e9)
+        for span in own:
+            found[str(span.attributes.get("label", ""))].append(span)
     result = {}
     for name, own in found.items():
         units = [[float(us) / 1e6 for us in each] if isinstance(each := s.attributes.get("unit_us"), list) else [] for s in own]  # type: ignore[arg-type]
         seconds = [one for each in units for one in each] or [span.duration_s for span in own]
         result[name] = FunctionUnits(
-            np.array(seconds), np.array([max(len(each), 1) for each in units], np.int64), np.array([span.duration_s for span in own])
+            np.array(seconds),
+            np.array([max(len(each), 1) for each in units], np.int64),
+            np.array([span.duration_s for span in own]),
+            np.array(between[name]),
         )
     return result
 
@@ -589,6 +622,7 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
             (task_s, unit_s), _ = fit(np.stack([np.ones(len(own)), units.num_units], 1), np.maximum(own, 1e-7))
             quantiles = np.quantile(units.seconds, np.linspace(0, 1, _NUM_QUANTILES)) + unit_s
             shown = tuple(float(value) for value in quantiles)
+            task_s += robust_mean(units.between_s)
             concurrency = run.spec.functions.concurrency
             functions.setdefault(call, MeasuredFunction(call, shown, concurrency, float(task_s), len(units.seconds)))
     num_bytes = np.concatenate([run.observed.sends[0] for run in runs])
@@ -682,7 +716,7 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
 def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredDecode, dict[OtherWork, float]]:
     running = steps.decoding + steps.entered
     sizes = np.stack([np.ones(len(running)), running, steps.context, steps.prefill, steps.entered], 1).astype(np.float64)
-    found = _fit_with_slowdown(sizes, steps.seconds, steps.overlap, "rollout")
+    found = _fit_with_slowdown(sizes, steps.seconds, steps.overlap, "rollout", steps.is_natural)
     step_s, sample_s, context_s, prefill_s, enter_s = found.constants
     leave_s = handover_s = 0.0
     if worker in seen.departures and len(seen.departures[worker].seconds):
@@ -716,7 +750,7 @@ def _pass(passes: Passes, seen: Observed, worker: str, hop_s: float) -> tuple[Me
     tried = []
     for tokens in (passes.tokens - passes.shared, passes.tokens):
         sizes = np.stack([np.ones(len(passes.seconds)), tokens, passes.squares], 1).astype(np.float64)
-        tried.append(_fit_with_slowdown(sizes, passes.seconds, passes.overlap, "train"))
+        tried.append(_fit_with_slowdown(sizes, passes.seconds, passes.overlap, "train", passes.is_natural))
     is_shared = tried[0].quality.r2 >= tried[1].quality.r2
     found = tried[0 if is_shared else 1]
     fixed_s, token_s, token2_s = found.constants
@@ -741,11 +775,15 @@ class _Fit:
     slowdown: dict[OtherWork, float]
 
 
-def _fit_with_slowdown(sizes: FloatArray, seconds: FloatArray, overlap: Mapping[str, FloatArray], kind: str) -> _Fit:
+def _fit_with_slowdown(sizes: FloatArray, seconds: FloatArray, overlap: Mapping[str, FloatArray], kind: str, is_natural: BoolArray) -> _Fit:
     """Fit the constants of undisturbed work and the slowdown factors by each other kind of work, alternately.
+
+    Work of set sizes tells what depends on what, but is slower than the flow's own: each size comes once, and what is of a size for the
+    first time allocates its memory. So in the end all constants are scaled to give the seconds that the flow's own work took.
 
     Args:
         sizes: the third column is doubted like the first: contexts, and squares of lengths, correlate with the second.
+        is_natural: whether the sizes were the flow's own.
     """
     factors = np.ones(len(seconds))
     slowdown: dict[OtherWork, float] = {}
@@ -762,6 +800,9 @@ def _fit_with_slowdown(sizes: FloatArray, seconds: FloatArray, overlap: Mapping[
         for other, share in told.items():
             factors = factors + (slowdown[other] - 1) * share
         constants, quality = fit(sizes, seconds / factors, doubted=(0, 2))
+    if is_natural.any():
+        alone, own = sizes[is_natural] @ constants, (seconds / factors)[is_natural]
+        constants = constants * total_ratio(own, alone)
     return _Fit(constants, quality, slowdown)
 
 

@@ -132,10 +132,17 @@ def fit(
         weights = base * np.minimum(1.0, _HUBER * sigma / np.maximum(residuals, 1e-300))
     quality = _quality(y, x @ constants, weights)
     predicted = np.maximum(x @ constants, 0.0)
-    if float(predicted.sum()) > 0:
-        # Small delays are part of the work: the sum over all is kept, except for interrupted work.
-        constants = constants * (float(np.minimum(y, _MOST_TIMES * predicted).sum()) / float(predicted.sum()))
-    return constants / scale, quality
+    return constants * total_ratio(y, predicted) / scale, quality
+
+
+def total_ratio(seconds: FloatArray, predicted: FloatArray) -> float:
+    """The factor by which predictions give the sum of the seconds: small delays are part of the work. Interrupted work counts in part.
+
+    >>> total_ratio(np.array([1.1, 1.1, 60.0]), np.array([1.0, 1.0, 1.0]))
+    1.4
+    """
+    whole = float(predicted.sum())
+    return float(np.minimum(seconds, _MOST_TIMES * predicted).sum()) / whole if whole > 0 else 1.0
 
 
 def robust_mean(values: npt.ArrayLike) -> float:

@@ -168,8 +168,8 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
             switch = costs.switch(placement.engine, placement.pool, footprint)
             slot = slots[placement.engine.role, placement.engine.kind]
             is_resident = slot.stays or not worker.lease or (plan.choice is None and switch.is_resident)
-            rebuild_s = switch.rebuild_s if worker.lease else 0.0
-            leave_s, come_s = (0.0, rebuild_s) if is_resident else (switch.leave_s, switch.come_s)
+            stays_s = (switch.come_s if switch.is_resident else switch.rebuild_s) if worker.lease else 0.0
+            leave_s, come_s = (0.0, stays_s) if is_resident else (switch.leave_s, switch.come_s)
             gives_s, gives_bytes = leave_s + come_s, footprint.kept_bytes
             if readable_offloaded(slot.engine):
                 gives_s, gives_bytes = costs.switch(placement.engine, placement.pool, Footprint(weights=footprint.weights)).come_s, 0

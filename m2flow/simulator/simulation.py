@@ -731,8 +731,6 @@ class Simulation:
                         self._usage.owned(name, kind_of(task.to))
                 self._note_memory()
             return
-        if isinstance(task, m.LoadWeights):
-            self._held[worker, task.role] = task.version
         self._num_busy[_what(task, self._kind_of(task))] -= 1
         self._usage.end(worker, _state(task))
         self._works(worker, task, -1)
@@ -799,6 +797,8 @@ class Simulation:
     def _tell(self, worker: str, message: m.ToWorker) -> None:
         if isinstance(message, m.Generate):
             self._began(worker, message)
+        elif isinstance(message, m.LoadWeights):  # What is sent behind it runs with it.
+            self._held[worker, message.role] = message.version
         if self._message_s:
             count = self._incarnations[worker]
             self.clock.at(self.clock.now_s + self._message_s, lambda: self._told(worker, count, message))

@@ -940,18 +940,22 @@ class Model:
         after = len(fake.generating()) + len(task.ids)
         assert after <= most, f"{fake.name} has {after} samples, and may have {most}"
         oldest, newest = window(call)
-        held = next((msg.version for msg in reversed(fake.inbox) if isinstance(msg, m.LoadWeights) and msg.role == call.role), None)
-        held = fake.held[call.role] if held is None else held
+        loads = [one.version for one in fake.under_way() if isinstance(one, m.LoadWeights) and one.role == call.role]
+        held = loads[-1] if loads else fake.held[call.role]
         assert oldest <= held <= newest, f"call {task.call} may use versions {oldest} to {newest}, and {fake.name} has {held}"
 
     def _check_lease(self, name: str, task: m.Task) -> None:
-        """Check that only one kind of the workers that share devices works, and that a switch finds none at work."""
+        """Check that only one kind of the workers that share devices works, and that a switch finds none at work. Tasks of a worker that
+        shares them with none may wait behind its switch; it checks itself that it has switched when it comes to them."""
         lease = self._leases.get(name)
         if lease is None or (isinstance(task, m.RunFunction) and self.calls[task.call].engine == "function"):
             return
         kind = "switch" if isinstance(task, m.Switch) else self._kind(task)
         for other in (fake for fake in self.fakes.values() if self._leases.get(fake.name) == lease and not fake.is_dead):
-            for under_way in other.under_way():
+            tasks = other.under_way()
+            if list(self._leases.values()).count(lease) == 1:
+                tasks = tasks[max((at for at, one in enumerate(tasks, 1) if isinstance(one, m.Switch)), default=0) :]
+            for under_way in tasks:
                 at_work = "switch" if isinstance(under_way, m.Switch) else self._kind(under_way)
                 if {kind, at_work} == {"switch", "rollout"} and self._come_ahead & {name, other.name}:
                     continue  # An early onload: the trainer comes beside running samples.

@@ -161,9 +161,15 @@ class Link:
         self.to_controller.append(message)
 
 
-def _without_time(message: m.ToController) -> m.ToController:
-    """Drop what a worker says of its time, by which a seed's run would differ from the next."""
-    return msgspec.structs.replace(message, took_us=0) if isinstance(message, m.Finished) else message
+def _with_given_time(message: m.ToController) -> m.ToController:
+    """Replace what a worker says of its time, by which a seed's run would differ from the next: its task's number says if it was quick."""
+    if not isinstance(message, m.Finished) or not message.took_us:
+        return message
+    return msgspec.structs.replace(message, took_us=_TOOK_US[message.task % len(_TOOK_US)])
+
+
+_TOOK_US = (0, 10, 10, 5000)
+"""0: it does not say."""
 
 
 class _LinkWithoutSpans(Link):
@@ -442,7 +448,7 @@ class World(Backend):
             if is_alive:
                 worker.turn()
         elif link.to_controller:
-            self._received(name, _without_time(m.decode_to_controller(link.to_controller.popleft())))
+            self._received(name, _with_given_time(m.decode_to_controller(link.to_controller.popleft())))
         for parcel in self._inbox.take():
             self._input(self._core.rows_arrived, parcel.call, parcel.batch, parcel.sender)
         self._input(self._core.tick)

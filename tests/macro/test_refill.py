@@ -1,11 +1,17 @@
 """Dynamic sampling: the plain loop, the form that does not block, and every plan of it give the same samples, rewards and updates."""
 
+import random
+
+import pytest
 from fake_flows import ROWS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
-from m2flow.macro.refill import informative
+from m2flow.macro.refill import Refill, informative
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.fakes import FAKE_CONTEXT
 from m2flow.testing.programs import Answer
@@ -91,6 +97,46 @@ def test_a_refill_draws_what_the_plain_loop_draws(spec, num_steps, count):
     assert refilled.error == looped.error == ""
     assert said(refilled) == said(looped)
     assert [log for log in refilled.logs if log[1] == "cursor"] == looped.logs
+
+
+@pytest.mark.parametrize("reward", ["short", "raises"])
+def test_quick_functions_are_given_all_groups_that_are_needed_for_certain_at_once(reward, monkeypatch):
+    tasks: list[set[int]] = []
+    start = SchedulerState.start
+
+    def noted(state, worker, engine, task, rows=0):
+        if isinstance(task, m.RunFunction) and state.calls[task.call].refill is not None:
+            refill, prompts = state.calls[task.call].refill, {SampleId.unpack(row).prompt for row in task.ids}
+            assert len(prompts) == 1 or all(map(refill.is_certain, prompts))
+            tasks.append(prompts)
+        return start(state, worker, engine, task, rows)
+
+    monkeypatch.setattr(SchedulerState, "start", noted)
+    spec = ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    failed = 0
+    for count in range(2, 6):
+        same = {"num_steps": 3, "count": count, "n": 2, "reward": reward, "keep": "longest", "max_draws": 40}
+        eager = run_eager(refilling, same, spec)
+        failed += bool(eager.error)
+        for order_seed in range(4):
+            planned = run_planned(refilling, same, spec, order_seed=order_seed)
+            assert (planned.error, planned.samples, planned.rewards) == (eager.error, eager.samples, eager.rewards)
+    assert bool(failed) == (reward == "raises")
+    assert max(map(len, tasks)) > 2
+
+
+def test_a_group_has_to_be_judged_unless_those_before_it_might_suffice():
+    rng = random.Random(3)
+    for _ in range(200):
+        num, count = rng.randint(1, 12), rng.randint(1, 5)
+        refill, rejected = Refill(num, count), set[int]()
+        for position in rng.sample(range(num), num):
+            for other in range(num):
+                assert refill.is_certain(other) == (other - sum(gone < other for gone in rejected) < count)
+            verdict = rng.random() < 0.5
+            refill.judge(position, verdict)
+            refill.judge(position, not verdict)  # A repeated verdict changes nothing.
+            rejected |= set() if verdict else {position}
 
 
 def test_what_was_rejected_is_drawn_and_scored_but_not_trained_on():

@@ -142,7 +142,11 @@ class Rig:
         if task.call in self.fails and task.call not in self.aborted[name]:
             self.say(name, m.TaskFailed(task.number, task.call, RewardError(f"call {task.call} failed").to_record()))
             return
+        if name in self.owner and task.call not in self.aborted[name]:
+            self.check_turn(name, task)
         if isinstance(task, m.Generate) and task.call not in self.aborted[name]:
+            role, version = self.calls[task.call].role, self.calls[task.call].reads[0].version
+            assert self.held[name, role] == version, "a generation begins with other weights than the call reads"
             self.generating[name][task.number] = (task, list(task.ids))
             return
         manifest = None
@@ -240,8 +244,7 @@ class Rig:
             assert worker in self.stages[task.call].workers
         if isinstance(task, m.Generate):
             call = self.calls[task.call]
-            assert self.held[worker, call.role] == call.reads[0].version, "generation with other weights than the call reads"
-            assert not any(isinstance(t, m.LoadWeights) for t in self.queues[worker])
+            assert self.next_held(worker, call.role) == call.reads[0].version, "generation with other weights than the call reads"
             assert self.num_out(worker) < self.stages[task.call].chunk, "more samples than decode together"
             assert {(call.inputs[0][1].call, prompt) for prompt in task.prompts} <= self.at[worker]
             assert [group_key(row) & 0xFF for row in task.ids] == [group_key(p) & 0xFF for p in task.prompts]
@@ -283,6 +286,24 @@ class Rig:
             assert not self.generating[worker]
             assert task.to != self.owner[worker]
             return
-        assert not any(isinstance(t, m.Switch) for t in self.queues[worker])
-        kind = "rollout" if isinstance(task, m.Generate | m.LoadWeights) else "train"
-        assert kind == self.owner[worker], f"a {kind} task while the other kind has the device"
+        kind, owner = _kind(task), self.next_owner(worker)
+        assert kind == owner, f"a {kind} task for when {owner} has the device"
+
+    def check_turn(self, worker: str, task: m.Task) -> None:
+        """What begins is of the kind that has the device now."""
+        if not isinstance(task, m.Switch):
+            assert _kind(task) == self.owner[worker], f"a {_kind(task)} task begins while the other kind has the device"
+
+    def next_held(self, worker: str, role: str) -> int:
+        """The version that a worker will hold once it has done what it was told to: it does its tasks in order."""
+        loads = [task.version for task in self.queues[worker] if isinstance(task, m.LoadWeights) and task.role == role]
+        return loads[-1] if loads else self.held[worker, role]
+
+    def next_owner(self, worker: str) -> str:
+        """The kind that will have a worker's device then."""
+        switches = [task.to for task in self.queues[worker] if isinstance(task, m.Switch)]
+        return switches[-1] if switches else self.owner[worker]
+
+
+def _kind(task: m.Task) -> str:
+    return "rollout" if isinstance(task, m.Generate | m.LoadWeights) else "train"

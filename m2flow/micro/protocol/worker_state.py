@@ -43,7 +43,11 @@ def kind_of(turn: str) -> Literal["rollout", "train"]:
 
 @final
 class Lease:
-    """The turns of one set of shared devices. Rollout has the first."""
+    """The turns of one set of shared devices. Rollout has the first.
+
+    The lease of several workers moves when those that must have answered that they have switched. A worker does its tasks in order, so the
+    lease of one alone has moved once it was told to, and what is next on it is sent behind.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,6 +58,8 @@ class Lease:
         """In the order in which they take turns."""
         self._of_worker: dict[str, tuple[str, ...]] = {}
         """Worker -> turns of its engines."""
+        self._known: set[str] = set()
+        """Workers that it ever had."""
         self._moving_to = ""
         self._switching: set[str] = set()
         self._switching_next: tuple[str, ...] = ()
@@ -66,6 +72,7 @@ class Lease:
     def join(self, worker: str, turns: Iterable[str]) -> None:
         """Add a worker with engines on these devices."""
         self._of_worker[worker] = tuple(turns)
+        self._known.add(worker)
         self._turns.update(dict.fromkeys(self._of_worker[worker]))
 
     @property
@@ -112,7 +119,7 @@ class Lease:
     def _switch(self, first: tuple[str, ...], then: tuple[str, ...]) -> Sequence[str]:
         first, self._switching_next = (first, then) if first else (then, ())
         self._switching = set(first)
-        if not first:
+        if not first or len(self._known) == 1:  # A worker alone begins nothing before it has switched.
             self.owner, self._moving_to = self._moving_to, ""
         return first
 
@@ -159,7 +166,7 @@ class Lease:
             return ()
         now, self._switching_next = self._switching_next, ()
         self._switching = set(now)
-        if not now:
+        if not now and self._moving_to:
             self.owner, self._moving_to = self._moving_to, ""
         return now
 
@@ -237,8 +244,8 @@ class WorkerState:
         return bool(self.num_tasks["rollout"] or self.num_guests)
 
     def has_turn(self, role: str) -> bool:
-        """Whether a role's rollout engine here may work now."""
-        return self.lease is None or role in self.roles_at(self.lease.turn, ROLLOUT)
+        """Whether a role's rollout engine here may work now, also for other workers' episodes."""
+        return self.lease is None or (not self.lease.is_switching(self.name) and role in self.roles_at(self.lease.turn, ROLLOUT))
 
     def roles_at(self, turn: str | None, kind: str) -> tuple[str, ...]:
         """Return the roles whose engine of a kind may work here in a turn of the lease; all if there is no lease."""

@@ -84,6 +84,15 @@ class Refills:
         end = call_state.refill.end()
         return None if end is None else _EndedRefill(self._state.refill_members.pop(call_state.refill), end, call_state)
 
+    def not_judged(self, call_state: CallState, task: m.RunFunction, error: M2FlowError) -> _EndedRefill | None:
+        """Record that a function has failed on candidates: on one, or on several, which are then judged one by one."""
+        if len({group_key(row) for row in task.ids}) == 1:
+            return self.judge(call_state, task.ids, error)
+        left = [row for row in task.ids if row not in call_state.done]
+        call_state.suspects.update(left)
+        self._state.requeue(call_state, left)
+        return None
+
     def not_generated(self, call_state: CallState, task: m.Generate, row: int, error: M2FlowError) -> _EndedRefill | None:
         """Record that a candidate can't be generated, which is an error only if the refill needs it.
 
@@ -355,7 +364,7 @@ class CallLifecycle:
         """
         if call_state.refill is not None and isinstance(task, m.RunFunction):
             if not call_state.is_over:
-                self._end_refill(self._refills.judge(call_state, task.ids, error))
+                self._end_refill(self._refills.not_judged(call_state, task, error))
             return
         if call_state.refill is not None and isinstance(task, m.Generate):
             self._end_refill(self._refills.not_generated(call_state, task, row, error))

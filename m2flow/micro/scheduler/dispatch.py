@@ -49,6 +49,7 @@ from collections.abc import Iterable, Sequence
 
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.oversampling import keeps_cache
+from m2flow.macro.refill import Refill
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.micro.protocol.worker_state import WorkerState, instance_of, stopped_at
@@ -56,7 +57,7 @@ from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEn
 from m2flow.micro.scheduler.ready_queues import MAX_QUEUED, Ended, Offer
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.scheduler.weights import WeightSyncDispatch, may_use
-from m2flow.samples import group_key
+from m2flow.samples import SampleId, group_key
 
 # ---- samples
 
@@ -81,8 +82,6 @@ class RolloutDispatch:
         return None
 
     def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
-        if self._state.engine_weights.is_loading(worker, role):
-            return None
         first = self._state.first_generation(role)
         under = self._weights.load_under_offer(worker, role, first)
         if under is not None or first is None:
@@ -181,7 +180,7 @@ class RolloutDispatch:
     def _begin(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
         self._state.credits.reserve(call_state, rows, worker.name)
         if call_state.carry is not None:
-            call_state.carry.begun(rows, worker.held.get(call_state.call.role, 0))
+            call_state.carry.begun(rows, self._state.engine_weights.next_held(worker, call_state.call.role))
         for batch in task_batches(call_state.call.ordinal, call_state.prefixes, rows, carries=call_state.carry is not None):
             self._start(worker, call_state, batch)
 
@@ -332,7 +331,7 @@ class FunctionDispatch:
         if len(call_state.stage.workers) > 1 and not _is_ours(call_state.call):
             chunk = min(chunk, self._state.functions.share_of(worker, call_state))
         if call_state.refill is not None:
-            chunk = 1  # A refill goes group by group: later ones may not be needed.
+            chunk = self._num_needed(call_state, call_state.refill, chunk)
         if call_state.suspects and next(iter(call_state.ready)) in call_state.suspects:
             chunk = 1  # Alone, so that a row that ends its worker is identified.
         if call_state.stage.unit == "sample" or chunk >= len(call_state.ready):
@@ -340,6 +339,12 @@ class FunctionDispatch:
         rows = itertools.islice(call_state.ready, chunk - 1, None)
         last = call_state.unit_of(next(rows))
         return chunk + sum(1 for _ in itertools.takewhile(lambda row: call_state.unit_of(row) == last, rows))
+
+    def _num_needed(self, call_state: CallState, refill: Refill, chunk: int) -> int:
+        """Count the rows of a refill's next task. It goes group by group, since later ones may not be needed, and since a group that fails
+        fails its task; but quick functions get all that is needed for certain."""
+        rows = itertools.islice(call_state.ready, min(chunk, self._state.functions.num_quick(call_state)))
+        return max(sum(1 for _ in itertools.takewhile(lambda row: refill.is_certain(SampleId.unpack(row).prompt), rows)), 1)
 
 
 def _is_ours(call: Call) -> bool:

@@ -136,6 +136,10 @@ class StartQueue:
         num_rows = num_ready + self._pool(call_state).num_judging
         return max(-(-num_rows // len(call_state.stage.workers)) - worker.num_judging, 1)
 
+    def num_quick(self, call_state: CallState) -> int:
+        """Count the rows of a call that are known to be quick together; one at least."""
+        return max(int(_QUICK_US / max(self._row_us.get(call_state.name, _QUICK_US), 1e-3)), 1)
+
     def took(self, task: TaskState, took_us: int) -> None:
         """Note how long a task took."""
         row_us = took_us / max(task.num_judging, 1)

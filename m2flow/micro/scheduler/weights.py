@@ -157,6 +157,10 @@ class EngineWeights:
     def is_loading(self, worker: WorkerState, role: str) -> bool:
         return (worker.name, role) in self._loading
 
+    def next_held(self, worker: WorkerState, role: str) -> int:
+        """The version that what a worker is sent now will run with: it does its tasks in order, so the one that it loads."""
+        return self._loading.get((worker.name, role), worker.held.get(role, 0))
+
     def oldest(self, role: str, but: WorkerState | None = None) -> int:
         """Find the oldest version that a rollout engine of the role holds, on workers other than `but`."""
         held = self._held(role)
@@ -175,11 +179,11 @@ class EngineWeights:
         return found if found is not None and found > held and may_use(first, found, role) else held
 
     def holds_for(self, worker: WorkerState, call_state: CallState) -> bool:
-        """Whether this worker can run samples of a generation: its engines hold versions that this may use, and so do those of other
-        workers that speak in its episodes."""
+        """Whether this worker can be sent samples of a generation: its engines hold or load versions that this may use, and those of other
+        workers that speak in its episodes hold such."""
         here = worker.roles[ROLLOUT]
         return call_state.call.role in here and all(
-            self._holds_for(worker, call_state, role) if role in here else bool(self.speakers(call_state, role))
+            may_use(call_state, self.next_held(worker, role), role) if role in here else bool(self.speakers(call_state, role))
             for role in call_state.call.speakers
         )
 
@@ -216,7 +220,7 @@ class EngineWeights:
 
     def _can_have(self, worker: WorkerState, call_state: CallState, role: str) -> bool:
         oldest, newest = window(call_state.call, role)
-        held = 0 if worker.is_lost else self._loading.get((worker.name, role), worker.held.get(role, 0))
+        held = 0 if worker.is_lost else self.next_held(worker, role)
         if held >= oldest:
             return held <= newest
         trained = self._versions.trained(role)
@@ -359,7 +363,8 @@ class WeightSyncDispatch:
     def load_under_offer(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
         """Find new weights to load under an engine's running samples: all of their calls may use them and allow that (`kv="keep"`)."""
         state = self._state
-        may_keep = state.may_keep and role in worker.keeps_caches and (worker.num_running or worker.num_guests)
+        is_free = not state.engine_weights.is_loading(worker, role)
+        may_keep = state.may_keep and is_free and role in worker.keeps_caches and (worker.num_running or worker.num_guests)
         version = state.engine_weights.offered(worker, role) if may_keep else None
         if version is None or version <= worker.held.get(role, 0):
             return None
@@ -372,7 +377,7 @@ class WeightSyncDispatch:
 
     def is_to_load(self, worker: WorkerState, role: str, first: CallState) -> bool:
         """Whether an engine is to load before it gets samples: it has no version for the earliest call, or idles and can get a newer."""
-        held = worker.held.get(role, 0)
+        held = self._state.engine_weights.next_held(worker, role)
         if not may_use(first, held, role):
             return True
         return not worker.is_generating and self._state.engine_weights.loadable(worker, role, first) > held
@@ -381,7 +386,7 @@ class WeightSyncDispatch:
         """Find the newest version for the earliest call to load into an idle engine, once the call's rows are known and it can start."""
         version = self._state.engine_weights.loadable(worker, role, first)
         is_newer, is_sure = version > worker.held.get(role, 0), first.is_prepared and not first.waits_for
-        if not (is_newer and is_sure) or worker.is_generating:
+        if not (is_newer and is_sure) or worker.is_generating:  # To load is a task of the engine, too.
             return None
         return lambda: self._load(worker, role, version)
 

@@ -71,9 +71,19 @@ class LeaseRig(Rig):
             if self.kinds[worker] & {task.to}:
                 assert not any(self.resident[name] - {task.to} for name in sharing if name != worker), "two kinds on one device"
             return
-        assert not any(isinstance(t, m.Switch) for name in sharing for t in self.queues[name]), "work in the middle of a switch"
-        kind = next(kind for kind, tasks in KIND_OF.items() if isinstance(task, tasks))
-        assert kind in self.resident[worker], f"{type(task).__name__} on {worker}, whose engine is not on the device"
+        if len(sharing) > 1:
+            assert not any(isinstance(t, m.Switch) for name in sharing for t in self.queues[name]), "work in the middle of a switch"
+            self.check_turn(worker, task)
+        else:
+            assert self.kind_of(task) == self.next_owner(worker)
+
+    def kind_of(self, task: m.Task) -> str:
+        return next(kind for kind, tasks in KIND_OF.items() if isinstance(task, tasks))
+
+    def check_turn(self, worker: str, task: m.Task) -> None:
+        if not isinstance(task, m.Switch):
+            is_here = self.kind_of(task) in self.resident[worker]
+            assert is_here, f"{type(task).__name__} on {worker}, whose engine is not on the device"
 
     def do(self, name: str, task: m.Task) -> None:
         if isinstance(task, m.Switch):
@@ -97,9 +107,9 @@ def test_one_lease_of_one_worker_with_both_kinds_moves_in_one_turn():
     lease = Lease("a")
     lease.join("device-0", ("rollout", "train"))
     assert lease.move("train") == ("device-0",)
-    assert (lease.owner, lease.is_moving) == ("rollout", True)
+    assert (lease.owner, lease.is_moving, lease.is_switching("device-0")) == ("train", False, True)
     assert lease.switched("device-0") == ()
-    assert (lease.owner, lease.is_moving) == ("train", False)
+    assert (lease.owner, lease.is_moving, lease.is_switching("device-0")) == ("train", False, False)
 
 
 def test_those_that_leave_have_left_before_anything_comes():

@@ -184,7 +184,7 @@ def test_of_an_over_sampled_generation_the_groups_that_are_whole_first_are_kept_
             policy.update(responses, verifier.score(responses))
 
     kept = set()
-    for order_seed in range(4):
+    for order_seed in range(8):
         answer = run_planned(drops, {}, SPLIT, order_seed=order_seed)
         assert len(answer.samples) == len(answer.rewards) == len(answer.consumed) == 2 * 4 * 2
         assert set(answer.decisions) == set(answer.samples)
