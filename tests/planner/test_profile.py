@@ -33,6 +33,7 @@ from m2flow.planner.measuring import Measurement, Observed, measured_so_far, pro
 from m2flow.planner.planning import question_of
 from m2flow.planner.profiles import (
     MeasuredSync,
+    Profile,
     Quality,
     fit,
     model_description,
@@ -174,6 +175,62 @@ def test_work_beside_another_engine_is_told_from_work_alone(tmp_path: Path) -> N
     engine = profile.engine("policy", "train", 1)
     assert engine is not None
     assert engine.slowdown["rollout"] == pytest.approx(1.5, rel=0.05)
+
+
+def measured(run_dir: Path, recorders: list[Recorder], worker: WorkerPlan, natural_steps: list[int] | None = None) -> Profile:
+    (run_dir / "trace").mkdir()
+    Ledger(run_dir / "ledger.db").open()
+    with TraceStore(run_dir) as store:
+        for recorder in recorders:
+            store.append(recorder.drain())
+    observed = Observed.of_run(run_dir, natural_steps=natural_steps)
+    plan = msgspec.structs.replace(PLAN, workers=(worker,), syncs=())
+    return profile_of("grpo", {}, [Measurement(plan, ClusterSpec(), observed)], gather_s=0.0, load=0.0)
+
+
+TRAINER = WorkerPlan("train-0", "cpu", 1, (EngineSlot("policy", "train", "embedded"),))
+
+
+def test_constants_give_the_time_of_the_flow_s_own_work_where_work_of_set_sizes_is_slower(tmp_path: Path) -> None:
+    train, rng, now = Recorder("train-0"), random.Random(1), 10**9
+    for number in range(60):
+        step, tokens = number // 10, rng.randint(10, 400)
+        took = round((0.01 + 1e-4 * tokens) * (1.0 if step % 2 else 1.2) * 1e9)
+        train.add("train.accumulate", now, now + took, call=step, step=step, label="policy.update", num_samples=1, num_tokens=tokens)
+        now += took + 10**8
+    update = measured(tmp_path, [train], TRAINER, [1, 3, 5]).engines[0].update
+    assert update is not None
+    for tokens in (50, 200, 400):
+        assert update.fixed_s + tokens * (update.sample_s / tokens + update.token_s) == pytest.approx(0.01 + 1e-4 * tokens, rel=0.03)
+
+
+def test_what_a_trainer_prepares_after_a_function_has_sent_it_its_rows_is_measured(tmp_path: Path) -> None:
+    train, functions, now = Recorder("train-0"), Recorder("functions-0"), 10**9
+    functions.anchor_ns = train.anchor_ns
+    for step in range(20):
+        functions.add("function.call", now, now + 10**6, call=1, step=step, label="score", num_samples=4)
+        functions.add("send", now + 10**6, now + 11 * 10**5, num_samples=4, num_bytes=100, label="train-0")
+        now += 10**6 + (3 + step % 2) * 10**6
+        took = (10 + 10 * (step % 2)) * 10**6
+        tokens = 100 + 100 * (step % 2)
+        train.add("train.accumulate", now, now + took, call=2, step=step, label="policy.update", num_samples=4, num_tokens=tokens)
+        now += took + 10**8
+    profile = measured(tmp_path, [train, functions], TRAINER)
+    update = profile.engines[0].update
+    assert update is not None
+    assert update.fixed_s + 4 * update.sample_s == pytest.approx(0.0035 - profile.hop_s, rel=0.1)
+
+
+def test_what_passes_between_tasks_of_a_function_that_wait_is_a_task_s_cost_and_what_it_waits_for_is_not(tmp_path: Path) -> None:
+    functions, now = Recorder("functions-0"), 10**9
+    for number in range(40):
+        functions.add("function.call", now, now + 10**5, call=1, step=number // 20, label="score", num_samples=1, unit_us=[100])
+        pause = 3 * 10**5 if number % 4 else 9 * 10**6
+        if not number % 4:
+            functions.add("wait", now + 2 * 10**5, now + pause, label="for a task")
+        now += 10**5 + pause
+    (score,) = measured(tmp_path, [functions], TRAINER).functions
+    assert score.task_s == pytest.approx(3e-4, rel=0.1)
 
 
 # The file

@@ -39,6 +39,8 @@ MAX_QUEUED = 2
 
 _QUICK_US = 1000
 """Time of rows that are not worth a second task, whose messages alone cost controller and worker about as much."""
+_SHORT_US = 10_000
+"""Time of a task which may as well be done twice: some messages' worth."""
 _FADES = 0.9
 """What a task counts for, as the slowest one of its function, after one more."""
 
@@ -137,8 +139,8 @@ class StartQueue:
         return max(-(-num_rows // len(call_state.stage.workers)) - worker.num_judging, 1)
 
     def num_quick(self, call_state: CallState) -> int:
-        """Count the rows of a call that are known to be quick together; one at least."""
-        return max(int(_QUICK_US / max(self._row_us.get(call_state.name, _QUICK_US), 1e-3)), 1)
+        """Count the rows of a call that one task is known to be quick with; one at least."""
+        return max(int(_SHORT_US / max(self._row_us.get(call_state.name, _SHORT_US), 1e-3)), 1)
 
     def took(self, task: TaskState, took_us: int) -> None:
         """Note how long a task took."""
