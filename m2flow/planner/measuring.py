@@ -57,11 +57,12 @@ IntArray = npt.NDArray[np.int64]
 
 def batches_of(
     steps: Sequence[Span], sample_spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], natural: Container[int] | None = None
-) -> tuple[tuple[IntArray, IntArray, IntArray, IntArray, IntArray], IntArray]:
+) -> tuple[tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray], IntArray]:
     """Reconstruct the batch of each step of one engine.
 
-    Returns ((decoded samples, tokens in their KV caches, prefilled samples, tokens of their prompts with each prompt once, samples of
-    steps outside `natural`), [K] each), and the positions of the steps for which this is known.
+    Returns ((decoded samples, tokens in their KV caches, prefilled samples, tokens of their prompts with each prompt once, samples that
+    left others in the step before, samples of steps of the flow outside `natural`), [K] each), and the positions of the steps for which
+    this is known.
 
     Args:
         sample_spans: the spans of the samples of the engine's worker, and of the turns that it played in episodes.
@@ -101,11 +102,11 @@ def batches_of(
             groups.append(group_key(packed))
             resized.append(natural is not None and counts[packed][0] not in natural)
     rows = _Rows(*(np.array(column, np.int64) for column in (first, last, prompts, read, groups, resized)))
-    running, entered, prefill, context, not_own = rows.by_step(len(steps))
+    running, entered, prefill, context, left, not_own = rows.by_step(len(steps))
     asked = np.array([number(span, "num_samples") for span in steps], np.int64)
     # Above the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
     is_known = (running > 0) & ((running == asked) | ((running < asked) & (running == running.max(initial=0))))
-    return (running - entered, context, entered, prefill, not_own), np.flatnonzero(is_known)
+    return (running - entered, context, entered, prefill, left, not_own), np.flatnonzero(is_known)
 
 
 def _is_played(span: Span, role: str, worker: str, roles: Mapping[int, str]) -> bool:
@@ -153,8 +154,9 @@ class _Rows:
     resized: IntArray
     """1 for samples whose number or lengths were set."""
 
-    def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """For each step: running samples, entering ones, prompt tokens of these, tokens in the KV caches of the others, resized samples."""
+    def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray]:
+        """For each step: running samples, entering ones, prompt tokens of these, tokens in the KV caches of the others, samples that left
+        these in the step before, resized samples."""
         first = np.clip(self.first, 0, None)
 
         def total(weights: IntArray) -> IntArray:
@@ -171,7 +173,9 @@ class _Rows:
         np.add.at(prefill, first[once], self.read[once])
         # A sample that entered at step f has its prompt and k - f tokens in the cache at step k; at f itself it is read, not decoded.
         context = total(self.prompts) + np.arange(num_steps) * running - total(first) - unread
-        return running, entered, prefill, context, total(self.resized)
+        left = np.zeros(num_steps + 1, np.int64)
+        np.add.at(left, self.last + 1, 1)
+        return running, entered, prefill, context, left[:num_steps] * (running > entered), total(self.resized)
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -192,6 +196,8 @@ class DecodeSteps:
     """Samples that were prefilled."""
     prefill: IntArray
     """Tokens of their prompts, each prompt once."""
+    left: IntArray
+    """Samples that have left the decoded ones in the step before."""
     seconds: FloatArray
     overlap: dict[str, FloatArray]
     """Kind of engine -> share of the step in which such an engine worked on another worker."""
@@ -254,6 +260,8 @@ class Observed:
     starting: dict[str, tuple[IntArray, FloatArray]]
     """Samples of a micro-batch submitted to an idle trainer, and seconds from the end of their last dependency to its start."""
     optimizer: dict[tuple[str, str], FloatArray]
+    tested: dict[tuple[str, str], FloatArray]
+    """Seconds in which trainers say of some samples, after an update, how far rollout engines are from what it has."""
     switches: dict[tuple[str, str], FloatArray]
     """Seconds of switches, by the engine that takes the device."""
     publishes: dict[tuple[str, str], FloatArray]
@@ -277,7 +285,7 @@ class Observed:
         """Read a run's trace and ledger.
 
         Args:
-            natural_steps: the steps with the flow's own lengths; by default all.
+            natural_steps: the steps with the flow's own lengths; by default all. The one that follows another has the time of a run's.
             last_bytes: read only so many bytes from the end of the trace.
         Raises:
             SpecError: the directory has no ledger.
@@ -287,7 +295,8 @@ class Observed:
         steps = [int(str(span.attributes["step"])) for span in spans if "step" in span.attributes]
         first = min((step for step in steps if step >= 0), default=-1)
         natural = None if natural_steps is None else set(natural_steps)
-        reader = _Reader(spans, counts, roles, natural, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
+        settled = None if natural is None else {step for step in natural if step - 1 in natural}
+        reader = _Reader(spans, counts, roles, settled, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
         own_steps = math.inf if natural is None else next(step for step in itertools.count() if step not in natural)
         found = reader.read([(packed, num) for packed, num in counts.items() if natural is None or num[0] in natural])
         return replace(found, refills=read_refills(run_dir, own_steps))
@@ -324,14 +333,14 @@ class _Reader:
         for span in counted:
             named[span.name].append(span)
         idle = self._idle([span for span in counted if span.is_work or span.name == SpanName.SEND])
-        turns = [(seconds, before.name == SpanName.TRAIN_APPLY) for span, seconds, before in idle if span.name in _PROMPT_STARTS]
+        turns = [(seconds, before.name in _STEP_ENDS) for span, seconds, before in idle if span.name in _PROMPT_STARTS]
         begun = [(span, seconds) for span, seconds, before in idle if before.name not in (SpanName.ROLLOUT_STEP, SpanName.SEND)]
         groups: dict[int, tuple[int, list[int]]] = {}
         for packed, (_, num_prompt, num_generated) in sorted(samples):
             groups.setdefault(group_key(packed), (num_prompt, []))[1].append(num_generated)
         return Observed(
             decode=self._decode(named[SpanName.ROLLOUT_STEP], [*named[SpanName.SAMPLE], *named[SpanName.TURN]]),
-            departures=self._departures(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND]),
+            departures=self._departures(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND], named[SpanName.WAIT]),
             entering=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.ROLLOUT_STEP),
             update=self._passes(named[SpanName.TRAIN_ACCUMULATE]),
             forward=self._passes(named[SpanName.TRAIN_LOGPROBS]),
@@ -342,6 +351,7 @@ class _Reader:
                 if span.name == SpanName.TRAIN_ACCUMULATE and before.name != SpanName.ROLLOUT_STEP
             ),
             optimizer=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.TRAIN_APPLY]),
+            tested=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.TRAIN_PROBE]),
             switches=_seconds((str(s.attributes.get("label", "")).removeprefix("to "), s.lane[0], s) for s in named[SpanName.SWITCH]),
             publishes=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_PUBLISH]),
             loads=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_LOAD]),
@@ -362,19 +372,28 @@ class _Reader:
         single = [span for span in steps if "num_steps" not in span.attributes]  # A span of several steps has no time for each.
         for (role, worker), own in _by(single).items():
             of_engine = [span for span in sample_spans if _is_played(span, role, worker, self._roles)]
-            (decoding, context, entered, prefill, resized), kept = batches_of(own, of_engine, self._counts, self._natural)
+            (decoding, context, entered, prefill, left, resized), kept = batches_of(own, of_engine, self._counts, self._natural)
             spans = [own[i] for i in kept.tolist()]
             if spans:
                 seconds = np.array([span.duration_s for span in spans])
                 found[role, worker] = DecodeSteps(
-                    decoding[kept], context[kept], entered[kept], prefill[kept], seconds, self._overlap(spans), resized[kept] == 0
+                    decoding[kept],
+                    context[kept],
+                    entered[kept],
+                    prefill[kept],
+                    left[kept],
+                    seconds,
+                    self._overlap(spans),
+                    resized[kept] == 0,
                 )
         return found
 
-    def _departures(self, steps: Sequence[Span], sends: Sequence[Span]) -> dict[str, Departures]:
+    def _departures(self, steps: Sequence[Span], sends: Sequence[Span], waits: Sequence[Span]) -> dict[str, Departures]:
         """Seconds between two decode steps to hand over finished samples, beyond the usual gap."""
         found: dict[str, Departures] = {}
+        waiting = _by_worker(waits)
         for worker, own in _by_worker(steps).items():
+            idle = Cover(waiting.get(worker, []))
             starts, ends = np.array([s.start_ns for s in own]), np.array([s.end_ns for s in own])
             handed: dict[int, tuple[int, int]] = {}
             for send in sends:
@@ -387,8 +406,10 @@ class _Reader:
             usual = float(np.median(quiet)) if quiet else 0.0
             rows = []
             for position, (num, until) in handed.items():
-                gap = int(gaps[position]) if position < len(gaps) else _MOST_GAP_NS
-                rows.append((num, max((gap if gap < _MOST_GAP_NS else until - ends[position]) - usual, 0.0) / 1e9))
+                goes_on = (
+                    position < len(gaps) and gaps[position] < _MOST_GAP_NS and not idle.covered_ns(ends[position], starts[position + 1])
+                )
+                rows.append((num, max((gaps[position] if goes_on else until - ends[position]) - usual, 0.0) / 1e9))
             found[worker] = Departures(np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows], np.float64), usual / 1e9)
         return found
 
@@ -521,6 +542,7 @@ _MOST_GAP_NS = 50_000_000
 """Gaps longer than this have another cause and are ignored."""
 _PROMPT_STARTS = (SpanName.SWITCH, SpanName.WEIGHTS_PUBLISH, SpanName.WEIGHTS_LOAD, SpanName.FUNCTION_CALL)
 """Work that starts as soon as its message arrives."""
+_STEP_ENDS = (SpanName.TRAIN_APPLY, SpanName.TRAIN_PROBE)
 
 
 def _role(span: Span) -> str:
@@ -691,7 +713,10 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
             if key in seen.forward:
                 forward, also = _pass(seen.forward[key], seen, worker.name, hop_s)
                 slowdown = slowdown or also
-        optimizer_s = robust_mean(seen.optimizer.get(key, [])) if slot.kind == "train" else 0.0
+        optimizer_s = 0.0
+        if slot.kind == "train" and len(steps_s := seen.optimizer.get(key, np.zeros(0))):
+            tested_s = seen.tested.get(key, np.zeros(0))
+            optimizer_s = robust_mean(steps_s) + robust_mean(tested_s) * len(tested_s) / len(steps_s)
         ranks = worker.ranks if slot.kind == "train" else 1
         found.append(
             MeasuredEngine(
@@ -715,27 +740,32 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
 
 def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredDecode, dict[OtherWork, float]]:
     running = steps.decoding + steps.entered
-    sizes = np.stack([np.ones(len(running)), running, steps.context, steps.prefill, steps.entered], 1).astype(np.float64)
+    # When some leave, an engine moves the caches of the others, and has the processor together with who takes in those that left.
+    moved = steps.decoding * (steps.left > 0)
+    sizes = np.stack([np.ones(len(running)), running, steps.context, steps.prefill, steps.entered, moved], 1).astype(np.float64)
     found = _fit_with_slowdown(sizes, steps.seconds, steps.overlap, "rollout", steps.is_natural)
-    step_s, sample_s, context_s, prefill_s, enter_s = found.constants
-    leave_s = handover_s = 0.0
+    step_s, sample_s, context_s, prefill_s, enter_s, move_s = found.constants.tolist()
+    counted = steps.is_natural if steps.is_natural.any() else np.ones(len(running), np.bool_)
+    leave_s = move_s * float(moved[counted].sum()) / max(int(steps.left[counted].sum()), 1)
+    handover_s = 0.0
     if worker in seen.departures and len(seen.departures[worker].seconds):
         left = seen.departures[worker]
         step_s += left.between_s
-        handover_s, leave_s = fit(np.stack([np.ones(len(left.num_samples)), left.num_samples], 1), np.maximum(left.seconds, 1e-6))[0]
+        (handover_s, hand_s), _ = fit(np.stack([np.ones(len(left.num_samples)), left.num_samples], 1), np.maximum(left.seconds, 1e-6))
+        leave_s += float(hand_s)
     num, seconds = seen.entering.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
     is_new = num > 0 if not seen.episodes.episodes else np.zeros(len(num), np.bool_)  # What comes before a first turn is its agent's.
-    asking = np.maximum(seconds[is_new] - hop_s, 0.0) / num[is_new]
+    asking_s = float(np.maximum(seconds[is_new] - hop_s, 0.0).sum()) / max(int(num[is_new].sum()), 1)
     is_decode = steps.decoding > 0
     total = float(steps.decoding[is_decode].sum())
     return (
         MeasuredDecode(
-            step_s=float(step_s),
-            sample_s=float(sample_s),
-            context_s=float(context_s),
-            prefill_token_s=float(prefill_s),
-            enter_s=float(enter_s) + (float(np.median(asking)) if len(asking) else 0.0),
-            leave_s=float(leave_s),
+            step_s=step_s,
+            sample_s=sample_s,
+            context_s=context_s,
+            prefill_token_s=prefill_s,
+            enter_s=enter_s + asking_s,
+            leave_s=leave_s,
             handover_s=float(handover_s),
             most_running=int(running.max()),
             context=float(steps.context[is_decode].sum()) / total if total else 0.0,

@@ -3,9 +3,10 @@
     flow --> ProbeBackend (fewer prompts, given response lengths) --> the backend that executes --> a run directory --> Profile
 
 Every constant is so measured where it counts: in the plan's processes, with their threads, with the controller and the rewards at work
-too. The first steps are the flow's own (one to warm up, then one with its own lengths); in the others the number of prompts and the
-tokens of each response are set, so that small and large batches, short and long contexts are seen. What the flow does before its loop is
-cut to a few mini-batches in all runs but the first; with it the responses of the first steps are those of the real run.
+too. The first steps are the flow's own (one to warm up, then two with its own lengths); in some of the others the number of prompts and
+the tokens of each response are set, so that small and large batches, short and long contexts are seen. Steps of the flow's own come in
+pairs, since one that follows another is as fast as in a run (`Observed.of_run`). What the flow does before its loop is cut to a few
+mini-batches in all runs but the first; with it the responses of the first steps are those of the real run.
 
 Responses of set lengths are wrong answers, and those of a model that was not trained before its loop may all be: a refill
 (`generate(count=..., keep=...)`) would end without the groups that it needs. From there on it keeps every group. Turns of episodes have the
@@ -63,17 +64,20 @@ class Round:
 ROUNDS = (
     Round(),
     Round(),
-    Round(1.0, 1.0),
     Round(),
+    Round(1.0, 1.0),
     Round(0.25, 0.5),
     Round(0.06, 1.0),
     Round(),
-    Round(0.5, 0.25),
     Round(),
+    Round(0.5, 0.25),
     Round(0.12, 0.75),
+    Round(),
     Round(),
 )
 """The steps of a probe. The first warms up; if time runs out, the last ones are left out."""
+_LEAST_ROUNDS = 4
+"""Those that are made at any rate."""
 _TINY = Round(0.0, 0.0)
 
 
@@ -111,7 +115,7 @@ class ProbeBackend(BackendWrapper):
         now_s = time.monotonic()
         if step == self._first_timed:
             self._timed_s = now_s
-        is_late = step > 2 and now_s - self._timed_s > self._budget_s
+        is_late = step >= _LEAST_ROUNDS and now_s - self._timed_s > self._budget_s
         self._round = _TINY if is_late or step >= len(self._rounds) else self._rounds[step]
         if self._round.is_natural:
             self.natural_steps.append(step)
