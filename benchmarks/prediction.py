@@ -9,7 +9,9 @@ the answers that the profile saw, for several runs of other draws; `replayed` ha
 from errors of lengths.
 
 Prints one JSON object; ratios are predicted over measured, of medians over the steps, the range over the rounds. `parts` are seconds a
-step, on average. The profile and the runs must find the same machine, so nothing else should run: `load` is what did before each.
+step, on average. The profile and the runs must find the same machine, so nothing else should run: `load` is what did before each. A
+shared machine may change its speed all the same: `machine_s` are the seconds of a fixed piece of work before the profile, before the run
+and after it, and `at_equal_speed` is the ratio with the prediction scaled by what they changed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,6 +52,7 @@ _ROOT = Path(__file__).parent.parent
 _PLACEMENTS = {"time-shared": "placement: time-shared", "split": "placement: split\ntrain: {token_budget: 2048}"}
 _FLOWS = ("grpo", "ppo", "dapo")
 _WARMUP = 2
+_PIECES = 9
 Numbers = dict[str, float]
 
 
@@ -74,6 +78,22 @@ def job_of(name: str, folder: Path, num_steps: int) -> Job:
     options: dict[str, object] = {"model": str(folder), "prompts": str(folder / "prompts.txt"), "num_steps": num_steps}
     options |= {"batch": workload.num_prompts, "n": workload.n, "max_new": workload.max_new} | ({"full": True} if workload.is_full else {})
     return Job(name, _ROOT / "benchmarks" / "flows" / "throughput.py", options)
+
+
+def machine_s() -> float:
+    """Seconds of a fixed piece of work, half of it in Python and half in products of matrices; the median of several."""
+    left, right = torch.ones(512, 512), torch.ones(512, 512)
+
+    def piece_s() -> float:
+        start_s = time.perf_counter()
+        total = 0
+        for number in range(400_000):
+            total += number
+        for _ in range(30):
+            left @ right
+        return time.perf_counter() - start_s
+
+    return statistics.median(piece_s() for _ in range(_PIECES))
 
 
 def m2flow(*arguments: str) -> str:
@@ -157,7 +177,7 @@ def compare(name: str, a: argparse.Namespace, made: Path) -> dict[str, object]:
     for seed in range(a.rounds):
         for placement in a.placements:
             cluster, file = clusters[placement], made / "profile.json"
-            loads = [round(os.getloadavg()[0], 2)]
+            loads, machine = [round(os.getloadavg()[0], 2)], [machine_s()]
             options = [
                 "--runs-dir",
                 str(made / "probes"),
@@ -172,11 +192,16 @@ def compare(name: str, a: argparse.Namespace, made: Path) -> dict[str, object]:
             m2flow("profile", str(job.flow), "--cluster", str(cluster), *options, *profile_job.arguments)
             profile = read_profile(file)
             loads.append(round(os.getloadavg()[0], 2))
+            machine.append(machine_s())
             step_s, parts, run_dir = measured(job, cluster, made / "runs", seed)
+            machine.append(machine_s())
             drawn_s, predicted_parts = predicted(job, cluster, profile, profile.lengths(), num_draws=8)
             replayed_s, _ = predicted(job, cluster, profile, lengths_of_run(run_dir))
             took, said, again = (statistics.median(values) for values in (step_s, drawn_s, replayed_s))
-            found: dict[str, object] = {"load": loads, "measured_s": took, "predicted_s": said, "replayed_s": again}
+            before, between, after = machine
+            equal = said / took * (between + after) / (before + between)
+            found: dict[str, object] = {"load": loads, "machine_s": machine, "measured_s": took, "predicted_s": said, "replayed_s": again}
+            found["at_equal_speed"] = equal
             found |= {"ratio": said / took, "replayed_ratio": again / took, "measured_parts": parts, "predicted_parts": predicted_parts}
             found["slowdown"] = {engine.name: engine.slowdown for engine in profile.engines}
             rounds[placement].append(_rounded(found))
@@ -185,6 +210,7 @@ def compare(name: str, a: argparse.Namespace, made: Path) -> dict[str, object]:
         placement: {
             "ratio": spread([float(str(one["ratio"])) for one in found]),
             "replayed_ratio": spread([float(str(one["replayed_ratio"])) for one in found]),
+            "at_equal_speed": spread([float(str(one["at_equal_speed"])) for one in found]),
             "rounds": found,
         }
         for placement, found in rounds.items()
@@ -194,6 +220,8 @@ def compare(name: str, a: argparse.Namespace, made: Path) -> dict[str, object]:
 def _rounded(value):  # type: ignore[no-untyped-def]
     if isinstance(value, dict):
         return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
     return round(value, 4) if isinstance(value, float) else value
 
 
