@@ -138,8 +138,8 @@ def fit(
 def total_ratio(seconds: FloatArray, predicted: FloatArray) -> float:
     """The factor by which predictions give the sum of the seconds: small delays are part of the work. Interrupted work counts in part.
 
-    >>> total_ratio(np.array([1.1, 1.1, 60.0]), np.array([1.0, 1.0, 1.0]))
-    1.4
+    >>> total_ratio(np.array([1.5, 1.5, 60.0, 3.0]), np.array([1.0, 1.0, 1.0, 2.0]))
+    1.6
     """
     whole = float(predicted.sum())
     return float(np.minimum(seconds, _MOST_TIMES * predicted).sum()) / whole if whole > 0 else 1.0

@@ -945,8 +945,8 @@ class Model:
         assert oldest <= held <= newest, f"call {task.call} may use versions {oldest} to {newest}, and {fake.name} has {held}"
 
     def _check_lease(self, name: str, task: m.Task) -> None:
-        """Check that only one kind of the workers that share devices works, and that a switch finds none at work. Tasks of a worker that
-        shares them with none may wait behind its switch; it checks itself that it has switched when it comes to them."""
+        """Check that only one kind of the workers that share devices works, and that a switch finds none at work. One that shares them with
+        none may have tasks behind its switch."""
         lease = self._leases.get(name)
         if lease is None or (isinstance(task, m.RunFunction) and self.calls[task.call].engine == "function"):
             return
