@@ -477,6 +477,7 @@ class VirtualWorker:
             task = self._tasks.pop()
             if isinstance(task, m.Generate):
                 self._generate(task)
+                self._tasks.read()  # Some may have been preempted while they waited.
                 continue
             seconds = self._handlers[type(task)](task)
             self._current = task

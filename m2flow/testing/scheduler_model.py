@@ -726,7 +726,7 @@ class Model:
             if not isinstance(said, m.Missing):
                 self._said.append((fake.name, said))
             self._input(self.core.heard, fake.name, said)
-            self._poll(self.core.settle_losses)
+            self._input(self.core.settle_losses)
 
     def kill(self, pick: int) -> None:
         """Kill a worker that others can replace; some of its messages and parcels are lost."""
@@ -753,7 +753,7 @@ class Model:
             self._said.clear()
             self._said.extend(said)
             self._input(self.core.died, WorkerLost(name, returns=True))
-            self._poll(self.core.settle_losses)
+            self._input(self.core.settle_losses)
 
     def restart(self) -> None:
         """Restart a lost worker as a new process."""
@@ -780,7 +780,7 @@ class Model:
         for _ in range(num_moves):
             if self.is_ended:
                 return
-            self._poll(self.core.tick)
+            self._input(self.core.tick)
             which = self.rng.random()
             if which < 0.05:
                 self.deliver_again(self.rng.randrange(1 << 16))
@@ -836,7 +836,7 @@ class Model:
         self._input(self.core.handle, event)
 
     def _input(self, take: Callable[..., list[Effect]], *what: object) -> None:
-        """Hand an input to the controller's core, carry out what follows, and check the scheduler's state."""
+        """Hand an input to the controller's core, or ask it for what is due; carry out what follows, and check the scheduler's state."""
         if self.is_ended:
             return
         try:
@@ -844,11 +844,7 @@ class Model:
         except StateLost:
             self.is_ended = True
             return
-        self._done(effects)
-
-    def _poll(self, take: Callable[[], list[Effect]]) -> None:
-        """Ask the core for what is due now, if anything is."""
-        if not self.is_ended and (effects := take()):
+        if what or effects:
             self._done(effects)
 
     def _done(self, effects: Iterable[Effect]) -> None:

@@ -422,7 +422,7 @@ class CallState:
     planned: Stage = field(init=False)
     """How the call is run, with workers that are lost."""
     suspects: set[int] = field(default_factory=set)
-    """Rows that were in flight on a worker when it was lost: each is handed out alone."""
+    """Rows that were in flight on a worker when it was lost, or of several groups whose task failed: each is handed out alone."""
 
     # Of the call, which does not change.
     name: str = field(init=False)

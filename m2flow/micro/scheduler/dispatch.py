@@ -1,9 +1,9 @@
 """Dispatch tasks to engines: samples to rollout engines, rows to functions, micro-batches and what else trains to trainers.
 
-Samples (`RolloutDispatch`) go to rollout engines where a version of the weights is held that their call may use, and where the call's
-scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out evenly over the call's
-workers, whole groups together where there is room, so that a prompt is prefilled once. Of branches of episodes a worker takes first those
-whose parents it has played, since its engine may have their tokens in its cache.
+Samples (`RolloutDispatch`) go to rollout engines where a version of the weights is held, or being loaded, that their call may use, and
+where the call's scheduling policy says (`m2flow.micro.scheduler.scheduling_policy_dispatch`). Without one they are shared out evenly over
+the call's workers, whole groups together where there is room, so that a prompt is prefilled once. Of branches of episodes a worker takes
+first those whose parents it has played, since its engine may have their tokens in its cache.
 
 Where several roles speak in the episodes of a call, these go where the engines of all of them hold versions that the call may use. Roles
 whose engines the worker lacks speak from others (`Generate.speakers`): while the task is in flight these load no weights, and keep their

@@ -156,7 +156,7 @@ class GpuBorrowing:
         rows = [row for task in tasks for row in task.rows if row not in call_state.done and row not in call_state.dropped]
         if rows:
             state.num_given_back += len(rows)
-            state.send(name, m.Preempt(call, rows))
+            state.send(name, m.Preempt(call, rows, waits=True))
         state.ready_workers.feed_all(call_state)
         state.ready_workers.rows_came(call_state)
         state.ready_workers.wake_role(call_state.call.role)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, final
 
 from m2flow.channels.weights import Manifest
 from m2flow.macro.graph import Call, Effect
-from m2flow.macro.oversampling import keeps_cache
+from m2flow.macro.oversampling import keeps_cache, timeout_of
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.staleness import ANY_VERSION, window
 from m2flow.micro.protocol.worker_state import ROLLOUT, WorkerState
@@ -180,12 +180,19 @@ class EngineWeights:
 
     def holds_for(self, worker: WorkerState, call_state: CallState) -> bool:
         """Whether this worker can be sent samples of a generation: its engines hold or load versions that this may use, and those of other
-        workers that speak in its episodes hold such."""
+        workers that speak in its episodes hold such. Samples whose time is counted from when they are sent wait for no switch or load."""
         here = worker.roles[ROLLOUT]
+        if timeout_of(call_state.call.options) is not None and self._comes_later(worker, call_state):
+            return False
         return call_state.call.role in here and all(
             may_use(call_state, self.next_held(worker, role), role) if role in here else bool(self.speakers(call_state, role))
             for role in call_state.call.speakers
         )
+
+    def _comes_later(self, worker: WorkerState, call_state: CallState) -> bool:
+        """Whether samples of a generation would wait on a worker for its devices or for weights."""
+        is_switching = worker.lease is not None and worker.lease.is_switching(worker.name)
+        return is_switching or any(self.is_loading(worker, role) for role in call_state.call.speakers)
 
     def _holds_for(self, worker: WorkerState, call_state: CallState, role: str) -> bool:
         return may_use(call_state, worker.held.get(role, 0), role) and not self.is_loading(worker, role)

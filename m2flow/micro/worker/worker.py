@@ -491,6 +491,8 @@ class Worker:
         """The task that the function engine was told of as the next."""
         self._begun: tuple[int, BegunCall] | None = None
         """A task that is next in the queue, and whose function runs already."""
+        self._is_broken = False
+        """Whether weights or devices are not what they should be. That ends the run, and nothing is made with them until it hears so."""
         self._may_go_on = False
         """`_reads_meanwhile` at the end of the last turn: nothing that it depends on changes between two turns."""
         self._flushed_ns = 0
@@ -504,7 +506,11 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether `turn` would do more than receive."""
-        return self._may_go_on or self.engine_host.is_generating or self._reports.are_due or self._next_is_ready()
+        return self._may_go_on or self._is_decoding or self._reports.are_due or self._next_is_ready()
+
+    @property
+    def _is_decoding(self) -> bool:
+        return self.engine_host.is_generating and not self._is_broken
 
     def turn(self) -> None:
         """Receive what has arrived, decode one token of everything that generates, and do one task."""
@@ -513,7 +519,7 @@ class Worker:
             self._receive()
             self._tasks.read()
             self._drop_begun_unless_next()
-        if self.engine_host.is_generating:
+        if self._is_decoding:
             self._idle_spans.works()
             self._decode()
         has_sent = self._send_turns()
@@ -536,9 +542,13 @@ class Worker:
     def _next_is_ready(self) -> bool:
         """Whether there is a next task, and its rows are here."""
         has, has_prefixes = self._store.has, self._store.has_prefixes
-        return self._tasks.first is not None and all(
-            has(call, ids) if num_generated is None else has_prefixes(call, ids, num_generated)
-            for call, ids, num_generated in self._tasks.rows_needed()
+        return (
+            not self._is_broken
+            and self._tasks.first is not None
+            and all(
+                has(call, ids) if num_generated is None else has_prefixes(call, ids, num_generated)
+                for call, ids, num_generated in self._tasks.rows_needed()
+            )
         )
 
     def _receive(self) -> None:
@@ -564,7 +574,7 @@ class Worker:
 
     def _report_load(self) -> None:
         """Say how full the engines are, or which episodes wait for them, every so many turns of decoding."""
-        if not self.settings.report_every or not self.engine_host.is_generating:
+        if not self.settings.report_every or not self._is_decoding:
             return
         self._num_turns += 1
         if self._num_turns % self.settings.report_every:
@@ -691,6 +701,7 @@ class Worker:
                 self._send(done)
 
     def _failed(self, task: m.Task, error: M2FlowError) -> None:
+        self._is_broken = self._is_broken or task.call < 0
         self._reports.make()
         where = f" (worker {self.settings.name}, pid {os.getpid()})"
         named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)

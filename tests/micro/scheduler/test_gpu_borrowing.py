@@ -107,6 +107,24 @@ def test_the_simulator_lends_as_a_run_does_and_the_step_is_shorter() -> None:
     assert (turns, num_moved, num_kept) == (["train", "rollout", "train"], 2, 0)
 
 
+def test_samples_that_wait_for_weights_on_lent_devices_are_given_back_too() -> None:
+    """The others' first sample has ended before the lent instance has switched and loaded: it begins none of its own."""
+    costs = PlainCosts(decodes(), TrainCost(NOTHING, PassCost(0.0, 0.1, 0.0), 2.0), switching=Switch(10.0, 10.0), syncing_s=20.0)
+    lengths, options = Given([[10, 12], [8, 14], [9, 11], [10, 60]], prompt=2), {"batch": 4, "n": 2, "num_steps": 2}
+    found = ran(
+        simulated_flow,
+        costs,
+        lengths,
+        cluster(instances=2, token_budget=30),
+        options=options,
+        num_steps=2,
+        placed=lent(0.1, "rollout-1"),
+    )
+    turns = [done.end_s for done in found.history.done_tasks if isinstance(done.task, m.Switch) and done.worker == "train-0"]
+    lent_s = turns[-1] - turns[-2] - 20.0  # Without the switch itself.
+    assert lent_s < 40, "to switch and to load"
+
+
 def test_a_plan_says_what_is_lent_and_refuses_what_nobody_could_take_over() -> None:
     graph, models, _ = trace(plain, {}, steps=1)
     plan = lower(graph, models, split())

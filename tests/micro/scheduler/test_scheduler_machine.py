@@ -92,6 +92,10 @@ def test_every_rule_holds_after_every_move(request):
     run_state_machine_as_test(SchedulerMachine, settings=several)  # type: ignore[no-untyped-call]
 
 
+def test_a_walk_ends_where_state_is_lost_that_nobody_else_has():
+    random_walk(900018, 120, dies=True)  # It is found only when rows in transfer have been counted.
+
+
 @pytest.mark.parametrize("dies", [False, True], ids=["all workers stay", "workers die and come back"])
 def test_every_rule_holds_on_random_walks(request, dies):
     walks, wanted = 0, 1_500_000 if request.config.getoption("--long") else 4_000

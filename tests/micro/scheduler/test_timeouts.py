@@ -17,7 +17,7 @@ from m2flow.errors import OptionError
 from m2flow.macro.loss_declarations import asynchrony
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, TrainCost
+from m2flow.micro.protocol.cost_terms import DecodeCost, PassCost, Switch, TrainCost
 from m2flow.micro.protocol.events import TimedOut
 from m2flow.micro.records.audit import audit
 from m2flow.micro.records.ledger import read_decisions, read_left_out, read_samples
@@ -209,6 +209,22 @@ def test_on_a_virtual_clock_the_long_group_is_dropped_when_its_time_is_up():
     # Ten samples take ten turns of 3.5 s, then two run for the ten seconds that are left, a turn in 1.5 s.
     assert first.makespan_s == pytest.approx(45.0 + 0.8 + 1.0)
     assert first.wasted_tokens == pytest.approx(2 * (10 + 10 / 1.5), abs=2)
+
+
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_time_for_devices_and_weights_to_come_is_no_time_of_a_sample(placement):
+    @flow
+    def patient(num_steps: int = 2) -> None:
+        policy, reward = Policy("fake"), Reward(zero)
+        prompts = Dataset([{"prompt": "a"}] * 5)
+        for _ in steps(num_steps):
+            responses = policy.generate(prompts.take(5), n=2, max_new_tokens=5, late="drop", timeout_s=45.0)
+            policy.update(responses, reward.score(responses))
+
+    decoding, training = DecodeCost(1.0, 0.25, 0.0, 1000), TrainCost(NOTHING, PassCost(0.0, 0.01, 0.0), 1.0)
+    costs = PlainCosts(decoding, training, switching=Switch(20.0, 20.0), syncing_s=40.0)  # Ten tokens take 35 s.
+    result = ran(patient, costs, Given([[10, 10]] * 5), simulated_cluster(placement), num_steps=2)
+    assert [step.trained_tokens for step in result.report.steps] == [100, 100]
 
 
 def test_worker_processes_stop_what_is_late_and_the_run_goes_on(tmp_path):

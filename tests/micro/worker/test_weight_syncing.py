@@ -22,6 +22,7 @@ from m2flow.engines.contract import Capabilities, EngineSettings, RolloutEngine
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.lowering.passes import plan_syncs
 from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan
+from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.weight_sync import WeightSettings, WeightSyncs, weight_settings
 from m2flow.observe.spans import Recorder
 from m2flow.observe.store import read_spans
@@ -256,3 +257,49 @@ def test_the_plan_says_which_transport_each_engine_loads_by_and_why() -> None:
     ours = weight_settings("device-0", pinned, WeightsSpec(), "/x")
     assert (ours.publishes, ours.num_receivers, ours.loads) == ({"policy": ("file",)}, {"policy": 2}, {"policy": "same process"})
     assert weight_settings("rollout-1", pinned, WeightsSpec(), "/x").loads == {"policy": "file"}
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_nothing_is_generated_with_weights_that_are_not_what_was_published(
+    placement: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits behind the load, and what runs while it is loaded, might else be finished and recorded before the run ends."""
+
+    @flow(staleness=1)
+    def trained() -> None:
+        policy, verifier = Policy("fake"), Reward(num_nines)
+        prompts = Dataset([{"prompt": f"{i}="} for i in range(9)])
+        for _ in steps(3):
+            responses = policy.generate(prompts.take(3), n=2, max_new_tokens=9, kv=kv)  # type: ignore[arg-type]
+            policy.update(responses, verifier.score(responses))
+
+    damaged, after = set[EngineHost](), list[str]()
+    load, generate, step = EngineHost.load_weights, EngineHost.generate, EngineHost.step
+
+    def loaded(self: EngineHost, *arguments: Any, **how: Any) -> None:
+        load(self, *arguments, **how)
+        damaged.add(self)
+        raise EngineError("it holds something else")
+
+    def noted(name: str, method: Any) -> Any:
+        def run(self: EngineHost, *arguments: Any) -> Any:
+            after.extend([name] if self in damaged else [])
+            return method(self, *arguments)
+
+        return run
+
+    monkeypatch.setattr(EngineHost, "load_weights", loaded)
+    monkeypatch.setattr(EngineHost, "generate", noted("begins", generate))
+    monkeypatch.setattr(EngineHost, "step", noted("goes on", step))
+    spec = ClusterSpec(
+        placement=placement,  # type: ignore[arg-type]
+        device="cpu",
+        cores=2,
+        rollout=RolloutSpec(engine="fake", max_running=4),
+        train=TrainSpec(engine="fake"),
+    )
+    for order_seed in range(8):
+        assert "it holds something else" in run_planned(trained, {}, spec, order_seed=order_seed).error
+    assert len(damaged) == 8
+    assert not after
