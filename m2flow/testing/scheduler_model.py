@@ -62,7 +62,7 @@ from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.micro.worker.task_queue import Answer, TaskQueue
 from m2flow.samples import Batch, by_group, group_key
 from m2flow.spec import ClusterSpec
-from m2flow.testing.world import RandomTimeouts
+from m2flow.testing.world import TOOK_US, RandomTimeouts
 
 # ---- a worker
 
@@ -449,9 +449,9 @@ class FakeWorker:
         dropped: Sequence[int] = (),
         ends: bool,
     ) -> None:
-        finish, generated = [0] * len(rows), [tokens - 9 for tokens in num_tokens]
-        said = m.Finished(number, call, [*rows], [*num_tokens], generated, [], finish, [], None, [*dropped], [*version_spans], ends)
-        self.say(said)
+        finish, generated, took_us = [0] * len(rows), [tokens - 9 for tokens in num_tokens], TOOK_US[number % len(TOOK_US)]
+        ends_with = [*dropped], [*version_spans], ends
+        self.say(m.Finished(number, call, [*rows], [*num_tokens], generated, [], finish, [], None, *ends_with, took_us=took_us))
 
 
 # ---- recounting the scheduler's state

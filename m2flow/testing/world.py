@@ -165,11 +165,11 @@ def _with_given_time(message: m.ToController) -> m.ToController:
     """Replace what a worker says of its time, by which a seed's run would differ from the next: its task's number says if it was quick."""
     if not isinstance(message, m.Finished) or not message.took_us:
         return message
-    return msgspec.structs.replace(message, took_us=_TOOK_US[message.task % len(_TOOK_US)])
+    return msgspec.structs.replace(message, took_us=TOOK_US[message.task % len(TOOK_US)])
 
 
-_TOOK_US = (0, 10, 10, 5000)
-"""0: it does not say."""
+TOOK_US = (0, 10, 10, 5000)
+"""Microseconds that tasks say that they took; 0: they do not say."""
 
 
 class _LinkWithoutSpans(Link):
