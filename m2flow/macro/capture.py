@@ -568,9 +568,9 @@ class Captures:
             TraceError: a function captures something that can't be snapshot; it is named.
         """
         taken = {name: value if type(value) in _PLAIN else self.take(value, site) for name, value in options.items()}
-        function = taken.get("function")
+        function = _inner(taken.get("function"))
         if isinstance(function, Snapshot) and not function.is_fixed and "instance" not in options:
-            self._look_at(options["function"], site)
+            self._look_at(_inner(options["function"]), site)
         return taken
 
     def _look_at(self, function: object, site: Site) -> None:
@@ -644,6 +644,12 @@ def fields_of(kind: type) -> tuple[str, ...] | None:
     if not dataclasses.is_dataclass(kind) or not kind.__module__.startswith("m2flow."):
         return None
     return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+
+
+def _inner(function: object) -> object:
+    """The user's function in one of m2flow's own that calls it on a column or a group; any other as it is."""
+    kind: type = type(function)
+    return _inner(function.function) if "function" in (fields_of(kind) or ()) else function  # type: ignore[attr-defined]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

@@ -20,7 +20,7 @@ from typing import overload
 
 import cloudpickle
 
-from m2flow.errors import FlowLoadError, OptionError
+from m2flow.errors import FlowLoadError, M2FlowError, OptionError
 from m2flow.macro.graph import site_of
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.recipe import MOST_COUNTED
@@ -162,8 +162,13 @@ class Flow:
             try:
                 result = self.function(**options)
                 session.finish()
-            except Exception:
-                backend.raise_due()
+            except Exception as error:
+                try:
+                    backend.raise_due()
+                except M2FlowError as due:
+                    if isinstance(error, M2FlowError) and (error.what, error.where, error.row) == (due.what, due.where, due.row):
+                        raise error from None  # As the program got it and let it pass: it says nothing of errors that a flow caught.
+                    raise
                 raise
         return result
 

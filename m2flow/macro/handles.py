@@ -25,7 +25,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, cast, final, overload
 
@@ -237,22 +237,20 @@ class OnValue:
 
 @dataclass(frozen=True)
 class OnGroup:
-    """Call a user's function on a whole group; its answer counts for each of the samples."""
+    """Call a user's function on a whole group; its answer, or what that comes to if it is async, counts for each of the samples."""
 
     function: Callable[..., object]
-    column: str | None
+    column: str | None = None
 
     def __post_init__(self) -> None:
         _take_name(self, self.function)
 
-    def __call__(self, samples: Sequence[Sample]) -> list[bool]:
+    def __call__(self, samples: Sequence[Sample]) -> list[object] | Awaitable[list[object]]:
         answer = self.function(list(samples) if self.column is None else [sample[self.column] for sample in samples])
-        if not isinstance(answer, bool):
-            raise OpError(
-                f"the function returned {answer!r:.60}, which is neither True nor False",
-                now="Have the function return a comparison, or bool(...).",
-            )
-        return [answer] * len(samples)
+        return self._later(answer, len(samples)) if inspect.isawaitable(answer) else [answer] * len(samples)
+
+    async def _later(self, answer: Awaitable[object], num_samples: int) -> list[object]:
+        return [await answer] * num_samples
 
 
 def name_of(function: Callable[..., object], default: str) -> str:

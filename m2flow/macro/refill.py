@@ -17,13 +17,13 @@ Source:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from m2flow.errors import DatasetError, M2FlowError, OptionError, TraceError
 from m2flow.macro.graph import Call, Granularity
-from m2flow.macro.handles import Rows, describe
+from m2flow.macro.handles import OnGroup, Rows, describe
 from m2flow.recipe import check_count, check_number
 from m2flow.samples import Sample
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from m2flow.macro.datasets import Dataset
     from m2flow.macro.roles import GenerateSettings, Policy, Reward
 
-Keep = Callable[[list[Sample]], bool]
+Keep = Callable[[list[Sample]], bool | Awaitable[bool]]
 
 _DRAWS_PER_GROUP = 16
 """Prompts that a refill may draw for each group it needs, unless the program says otherwise."""
@@ -109,7 +109,7 @@ def refill(policy: Policy, source: Dataset, settings: GenerateSettings, draws: D
         granularity=Granularity.GROUP,
         inputs={"samples": responses.ref, "reward": rewards.ref},
         options={
-            "function": KeptBy(keep),
+            "function": OnGroup(keep),
             "timeout_s": score.timeout_s,
             "column": "value",
             "gives": "kept",
@@ -122,18 +122,6 @@ def refill(policy: Policy, source: Dataset, settings: GenerateSettings, draws: D
     rows.scored_by = score
     source.return_rest(rows)
     return rows
-
-
-class KeptBy:
-    """Calls the user's function on a group; its answer counts for each sample of the group."""
-
-    def __init__(self, keep: Keep) -> None:
-        self.keep = keep
-        self.__name__ = getattr(keep, "__name__", "keep")
-        self.__qualname__ = getattr(keep, "__qualname__", self.__name__)
-
-    def __call__(self, group: list[Sample]) -> list[object]:
-        return [self.keep(group)] * len(group)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 from m2flow.errors import SpecError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.refill import KeptBy
+from m2flow.macro.handles import OnGroup
 from m2flow.macro.replay import BackendWrapper, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
@@ -142,7 +142,7 @@ class ProbeBackend(BackendWrapper):
             call = _with(call, refill=max(1, round(count * share)))
         self._is_distorted |= not self._round.is_natural
         keeps_all = call.method == "" and (self._is_distorted or bool(self._cut))
-        return _with(call, function=KeptBy(_every_group)) if keeps_all else call
+        return _with(call, function=OnGroup(_every_group)) if keeps_all else call
 
 
 def measure(

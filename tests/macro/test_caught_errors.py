@@ -9,6 +9,7 @@ import pytest
 
 from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, log, op, steps
 from m2flow.errors import FlowError, RewardError, TraceError
+from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.fakes import FAKE_CONTEXT
@@ -222,3 +223,27 @@ def test_a_call_or_a_look_from_another_thread_is_refused_with_the_reason():
     for makes, what in ((True, "the dataset 'dataset'"), (False, "a handle")):
         with pytest.raises(TraceError, match=f"{what} was used in the thread 'helper', and the flow {threads.name} runs in another"):
             trace(threads, {"makes": makes})
+
+
+def test_an_error_that_the_flow_lets_pass_says_nothing_of_errors_that_a_flow_caught(monkeypatch):
+    """Python runs ahead into the second step, where the dataset's cursor waits for the failed refill of the first."""
+
+    def body() -> None:
+        policy, verifier, prompts = Policy("fake"), Reward(good), Dataset(ROWS)
+        for _ in steps(2):
+            responses = policy.generate(prompts, n=2, max_new_tokens=6, count=2, score=verifier, keep=lambda group: False, max_draws=3)
+            policy.update(responses, verifier.score(responses))
+
+    run, said = Flow.run, []
+
+    def noted(*args, **options):
+        try:
+            run(*args, **options)
+        except FlowError as error:
+            said.append(str(error))
+            raise
+
+    monkeypatch.setattr(Flow, "run", noted)
+    assert "were kept among 3 prompts" in same_in_both_modes(body).error
+    assert len(said) == 7
+    assert not [one for one in said if "caught this error" in one]

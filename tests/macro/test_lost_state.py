@@ -48,6 +48,21 @@ def counts(sample: Sample) -> float:
     return float(COUNT)
 
 
+def counts_calls(unit: object) -> bool:
+    global COUNT
+    COUNT += 1
+    return True
+
+
+class Tallying:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __call__(self, unit: object) -> bool:
+        self.total += 1
+        return True
+
+
 def remembers(sample: Sample) -> float:
     SEEN.append(str(sample.text))
     return float(len(SEEN))
@@ -225,3 +240,27 @@ def test_an_op_is_looked_at_as_a_reward_is() -> None:
 
     with pytest.warns(LostState, match="changes `SEEN`"):
         run_eager(remembered, {}, FAKES)
+
+
+@pytest.mark.parametrize("place", ["keep", "groups", "values", "values of groups"])
+@pytest.mark.parametrize("function", [counts_calls, Tallying()])
+def test_what_keeps_groups_or_gets_values_is_looked_at_as_a_reward_is(place: str, function: Callable[[object], bool]) -> None:
+    @flow
+    def kept() -> None:
+        policy, judge, prompts = Policy("fake"), Reward(reads), Dataset(ROWS)
+        if place == "keep":
+            policy.generate(prompts, n=2, max_new_tokens=4, count=1, score=judge, keep=lambda group: True)
+            policy.generate(prompts, n=2, max_new_tokens=4, count=1, score=judge, keep=function)
+            return
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=4)
+        match place:
+            case "groups":
+                responses.filter_groups(function)
+            case "values":
+                responses.text.filter(function)
+            case _:
+                responses.text.filter_groups(function)
+
+    for run in (run_eager, run_planned):
+        with pytest.warns(LostState, match=r"changes `(COUNT|self's object)`"):
+            assert run(kept, {}, FAKES).error == ""

@@ -1,5 +1,6 @@
 """Dynamic sampling: the plain loop, the form that does not block, and every plan of it give the same samples, rewards and updates."""
 
+import asyncio
 import random
 
 import pytest
@@ -35,8 +36,24 @@ def longest_differs(group: list[Sample]) -> bool:
     return max(s.num_tokens for s in group) % 3 != 0
 
 
+async def asks_before_it_keeps(group: list[Sample]) -> bool:
+    await asyncio.sleep(0)
+    return longest_differs(group)
+
+
+class AlwaysUnsure:
+    def __call__(self, group: list[Sample]) -> str:
+        return "no"
+
+
 REWARDS = {"short": short_enough, "raises": often_raises}
-KEEPS = {"informative": informative, "longest": longest_differs, "none": lambda group: False}
+KEEPS = {
+    "informative": informative,
+    "longest": longest_differs,
+    "none": lambda group: False,
+    "async": asks_before_it_keeps,
+    "unsure": AlwaysUnsure(),
+}
 
 
 @flow
@@ -150,6 +167,22 @@ def test_a_refill_that_finds_too_few_groups_says_how_many_and_where():
     same = {"num_steps": 1, "count": 3, "n": 2, "reward": "short", "keep": "none", "max_draws": 5}
     answer = run_planned(refilling, same, ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")))
     assert "were kept among 5 prompts" in answer.error
+
+
+def test_a_keep_that_is_async_keeps_what_a_plain_one_does():
+    spec = ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    same = {"num_steps": 2, "count": 3, "n": 2, "reward": "short", "max_draws": 40}
+    plain = run_eager(refilling, {**same, "keep": "longest"}, spec)
+    assert plain.error == ""
+    for order_seed in range(4):
+        assert run_planned(refilling, {**same, "keep": "async"}, spec, order_seed=order_seed) == plain
+    assert run_eager(refilling, {**same, "keep": "async"}, spec) == plain
+
+
+def test_a_keep_that_says_neither_names_the_group():
+    same = {"num_steps": 1, "count": 3, "n": 2, "reward": "short", "keep": "unsure", "max_draws": 40}
+    answer = run_eager(refilling, same, ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")))
+    assert answer.error == "OpError: keep returned 'no' on the group of prompt 0, which is neither True nor False"
 
 
 @flow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from algebra_flows import ROWS, SPEC, Rollout, digit_share, eager, logged, same
@@ -45,6 +47,12 @@ def test_filters_keep_the_rows_of_the_source_with_all_their_columns():
         assert [s.text for s in responses[-3:]] == [s.text for s in list(responses)[-3:]]
         groups = responses.filter_groups(lambda group: len({sample.text for sample in group}) > 1)
         assert len(groups) % 3 == 0
+
+        async def has_several(texts: list[str]) -> np.bool_:
+            await asyncio.sleep(0)
+            return np.bool_(len(set(texts)) > 1)
+
+        assert list(responses.text.filter_groups(has_several)) == list(groups.text)
         log(kept=responses[rewards > 2].count(), groups=groups.count(), mean=rewards[rewards > 0.08].mean())
 
     assert logged(same(filters))["kept"] == 0

@@ -396,8 +396,11 @@ def _checked_value(call: Call, sample: SampleId, value: object) -> object:
     if gives(call) == "kept":
         if isinstance(value, bool | np.bool_):
             return bool(value)
-        what = f"{call.name} returned {value!r:.80} on sample {sample}, which is neither True nor False"
-        raise _fault(call, sample, what, "A filter's function says for each sample whether it stays.")
+        on = f"sample {sample}" if call.granularity is Granularity.SAMPLE else f"the group of prompt {sample.prompt}"
+        what = f"{call.name} returned {value!r:.80} on {on}, which is neither True nor False"
+        raise _fault(
+            call, sample, what, f"A filter's function says of each {call.granularity} whether it stays: True or False, or bool(...)."
+        )
     misfit = _fields_fault(call, value)
     if misfit:
         raise _fault(call, sample, f"{call.name} returned {value!r:.80} on sample {sample}", misfit)
