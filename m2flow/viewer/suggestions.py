@@ -17,8 +17,9 @@ critical path, and says so.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -159,7 +160,7 @@ def _stages(
 ) -> list[SimulatedStage]:
     """List the stages on the critical path of the run simulated as it was placed, in the same parts as the run's own analysis."""
     mine = scenario.plans()[plan.mode]
-    write_run(directory, scenario, scenario.run(mine), flow_file=flow_file, options=options)
+    write_run(directory, scenario, scenario.run(mine, _cautious(scenario, plan)), flow_file=flow_file, options=options)
     trace = RunTrace(directory)
     trace.refresh()
     trace.predicted = predicted
@@ -196,7 +197,8 @@ class _Change:
     what: str
     scenario: Scenario
     cluster: dict[str, dict[str, object] | str] = field(default_factory=dict)
-    costs: Costs | None = None
+    costs: Callable[[Costs], Costs] = lambda costs: costs
+    """What it does to the costs of its scenario."""
     flow: str = ""
     changes_mathematics: bool = False
     is_known: bool = True
@@ -224,7 +226,7 @@ class MoreCores(AblatedCosts):
 
 
 def _cautious(scenario: Scenario, plan: Plan) -> Costs:
-    """The costs that other placements are simulated with."""
+    """The costs that the run as it was and all alternatives are simulated with."""
     if scenario.spec.pools or any(worker.device != "cpu" for worker in plan.workers):
         return scenario.costs
     threads = {
@@ -278,7 +280,7 @@ def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> It
                 number = spec.functions.concurrency * times
                 where = "" if "waiting reward" in waits_for else ", if the functions wait rather than compute"
                 what = f"call functions on {number} samples at once in a process{where}: functions: {{concurrency: {number}}}"
-                yield _Change(what, scenario, {"functions": {"concurrency": number}}, _MoreAtOnce(scenario.costs, number))
+                yield _Change(what, scenario, {"functions": {"concurrency": number}}, partial(_MoreAtOnce, concurrency=number))
         computes = verdict is not None and "slow reward" in waits_for
         now = sum(any(slot.kind == "function" for slot in worker.engines) for worker in plan.workers)
         for times in _MORE_PROCESSES:
@@ -294,9 +296,9 @@ def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> It
             what = f"decode up to {most} samples at once in an instance instead of {spec.rollout.max_running}"
             larger = scenario.on(_with(spec, "rollout", max_running=most))
             is_known = spec.rollout.max_running > _FEW
-            costs = None if is_known else _FreeBatches(larger.costs, spec.rollout.max_running)
             set_to: dict[str, dict[str, object] | str] = {"rollout": {"max_running": most}}
-            yield _Change(f"{what}: rollout: {{max_running: {most}}}", larger, set_to, costs, is_known=is_known)
+            change = _Change(f"{what}: rollout: {{max_running: {most}}}", larger, set_to, is_known=is_known)
+            yield change if is_known else replace(change, costs=partial(_FreeBatches, batch=spec.rollout.max_running))
         if not spec.rollout.policy and "tail" in waits_for:
             names = _POLICY.split("+")
             what = f"other rollout policies: rollout: {{policy: [{', '.join(names)}]}}"
@@ -312,18 +314,18 @@ def _tool_changes(scenario: Scenario, verdict: Verdict | None) -> Iterator[_Chan
         more = msgspec.structs.replace(tool, slots=tool.slots * _LARGER)
         what = f"let {more.slots} calls of the tool {tool.name} run at once in a process instead of {tool.slots}, if what it asks can"
         yield _Change(
-            f"{what}: @tool(slots={more.slots})", scenario, {}, _OtherTools(scenario.costs, {tool.name: more}), f"@tool {tool.name}"
+            f"{what}: @tool(slots={more.slots})", scenario, {}, partial(_OtherTools, tools={tool.name: more}), f"@tool {tool.name}"
         )
     shared = {one.name: msgspec.structs.replace(one, slots=0) for one in tools if one.slots and one.shares_slots}
     if shared:
         num = next(one.slots for one in tools if one.name in shared)
         what = f"make {', '.join(shared)} async functions, which need none of the {num} threads"
-        yield _Change(what, scenario, {}, _OtherTools(scenario.costs, shared), f"async def {next(iter(shared))}")
+        yield _Change(what, scenario, {}, partial(_OtherTools, tools=shared), f"async def {next(iter(shared))}")
     taken = {one.name: FunctionCost(one.quantiles_s).mean_s * one.num for one in tools}
     most = max(tools, key=lambda one: taken[one.name])
     if taken[most.name] >= _DOMINATES * sum(taken.values()):
         mean_s = FunctionCost(most.quantiles_s).mean_s
-        faster = _OtherTools(scenario.costs, {most.name: msgspec.structs.replace(most, factor=_FASTER)})
+        faster = partial(_OtherTools, tools={most.name: msgspec.structs.replace(most, factor=_FASTER)})
         what = f"make the tool {most.name} faster, which takes {mean_s:.3g} s a call: this is what {mean_s * _FASTER:.3g} s would give"
         yield _Change(what, scenario, {}, faster, f"@tool {most.name}")
 
@@ -414,11 +416,12 @@ def price_of(steps: Sequence[StepReport], as_it_was: Sequence[StepReport]) -> st
     return f"the price: {', '.join(parts) or 'nothing in the simulated steps'}"
 
 
-def _outcome(scenario: Scenario, plan: Plan, costs: Costs | None = None) -> Outcome | None:
-    """Simulate in the run's own mode; None where no such plan fits, or the flow can't be run so."""
+def _outcome(scenario: Scenario, plan: Plan, changed: Callable[[Costs], Costs] = lambda costs: costs) -> Outcome | None:
+    """Simulate in the run's own mode, with the costs that the run as it was is simulated with, or those changed; None where no such plan
+    fits, or the flow can't be run so."""
     try:
         mine = scenario.plans().get(plan.mode)
-        return None if mine is None else scenario.run(mine, costs)
+        return None if mine is None else scenario.run(mine, changed(_cautious(scenario, plan)))
     except M2FlowError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from planted import CASES, Planted
 
 from m2flow.cli.analyze import _suggestions
 from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, Layout, PassCost, TrainCost
-from m2flow.viewer.suggestions import MoreCores, Suggestion, Suggestions, Took
+from m2flow.viewer import suggestions
+from m2flow.viewer.suggestions import MoreCores, Suggestion, Suggestions, Took, suggestions_of
 
 
 def test_what_the_simulation_does_not_explain_of_a_step_stays() -> None:
@@ -38,6 +40,24 @@ def test_more_cores_than_an_engine_had_make_it_no_faster_and_fewer_slower() -> N
     assert [costs.decode(rollout, "", Layout(tp=n)).step_s for n in (1, 2, 4)] == [8.0, 4.0, 4.0]
     assert [costs.train(train, "", Layout(tp=n)).update.fixed_s for n in (1, 4, 8)] == [8.0, 2.0, 2.0]
     assert costs.train(EngineId("critic", "train"), "", Layout(tp=8)).update.fixed_s == 1.0  # The run had none.
+
+
+def test_what_changes_nothing_is_simulated_to_take_what_the_run_as_it_was_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run had one thread for its engines; on this spec there would be two by now, which alternatives alone must not gain from."""
+    run_dir, analysis = planted.ran({"num_steps": 2, "batch": 4}, {"placement": "time-shared"}, tmp_path)
+    written = json.loads((run_dir / "plan.json").read_text())
+    for worker in written["workers"]:
+        worker["threads"] = 1
+    (run_dir / "plan.json").write_text(json.dumps(written))
+    simulated: list[float] = []
+    step_s = suggestions._step_s
+    monkeypatch.setattr(suggestions, "_step_s", lambda outcome: simulated.append(step_s(outcome)) or simulated[-1])
+    monkeypatch.setattr(suggestions, "_MORE_AT_ONCE", ())
+    monkeypatch.setattr(suggestions, "_MORE_PROCESSES", ())
+    makespans_s = [step.makespan_s for step in analysis.steps]
+    found = suggestions_of(run_dir, planted.planted, {"num_steps": 2, "batch": 4}, makespans_s)
+    larger_batches, *_ = simulated  # Sixteen samples a step never fill the batches of the run.
+    assert larger_batches == pytest.approx(found.simulated_step_s)
 
 
 @pytest.mark.slow
