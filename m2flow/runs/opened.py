@@ -288,7 +288,8 @@ class Run:
     def metrics(self, *, frame: FrameKind | None = None) -> Any:
         """The metrics as a table: a row for each step, a column for each name; null where a step has no such value.
 
-        Of several values of one name in a step, as of two updates of a policy or where a flow logs a `loss` of its own, it has the last;
+        Where two lines of the flow train a policy in a step, what both report is `loss` of the first, `update_2/loss` of the second. Of
+        several values of one name in a step, as of updates at one line or where a flow logs a `loss` of its own, it has the last;
         `metrics.jsonl` has all. `step` is the step, and what a flow logs by that name is `log/step`.
 
         Args:

@@ -186,8 +186,14 @@ def about_metric(name: str) -> MetricAbout:
 
     >>> about_metric("rollout_diff/mean").section, about_metric("my_metric").section
     ('mismatch', 'other')
+    >>> about_metric("critic/update_2/loss").means
+    "of the flow's line 2 that trains it: the loss of the update"
     """
-    found = next((about for pattern, about in _ABOUT if re.fullmatch(pattern, name)), MetricAbout("other"))
+    line = re.search(r"(?<![^/])update_(\d+)/", name)
+    plain = name if line is None else name.replace(line[0], "", 1)
+    found = next((about for pattern, about in _ABOUT if re.fullmatch(pattern, plain)), MetricAbout("other"))
+    if line is not None and found.means:
+        found = msgspec.structs.replace(found, means=f"of the flow's line {line[1]} that trains it: {found.means}")
     if name.startswith("setup/"):
         return msgspec.structs.replace(found, means=f"before the loop: {found.means}" if found.means else "before the loop")
     return found

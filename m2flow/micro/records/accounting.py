@@ -21,7 +21,7 @@ measures by how much, for each update. The classes of samples overlap:
     sampled     drawn in this step by the calls that the update trains on, as far as they have come
     trained     what it trained on, samples that earlier steps have left included
     carried     of the sampled: left to the next turn of their line
-    dropped     of the sampled: late and given up, left out by a filter, or of prompts that were not needed
+    dropped     of the sampled, and not trained on: late and given up, left out by a filter, or of prompts that were not needed
     truncated   of the sampled: cut at the token limit
     stale       of the trained: with tokens of older weights than sequential execution has
 
@@ -377,6 +377,7 @@ def _bias(db: sqlite3.Connection, updates: Iterable[tuple[int, int]]) -> dict[st
                 ids["stale"].add(row)
         for call in now or drawn_by:
             _add_call(db, call, ids)
+    ids["dropped"] -= ids["trained"]  # A filter, for an update elsewhere or a log, left them out of its own result alone.
     of = {rows: _class(db, rows, judges) for rows in map(frozenset, ids.values()) if rows}  # Often all that were sampled are trained on.
     return {name: of[frozenset(rows)] for name, rows in ids.items() if rows}
 

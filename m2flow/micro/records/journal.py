@@ -64,6 +64,43 @@ def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is
     return Batch.concat(parts).select(np.array(ids, np.int64))
 
 
+class MetricNames:
+    """Name the numbers of updates: `loss` is the policy's, `critic/loss` that of a role of that name, `setup/loss` from before the loop.
+
+    Where two lines of a flow train one role in a step, what both report is told apart by the line: the one that reported it first in the
+    run keeps the name, and the numbers of the second line are `update_2/loss`. Lines that never share a step share their names, and what
+    several updates at one line report in a step has one name.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[tuple[str, ...]]] = {}
+        """Role -> its lines, each with the calls that led there, in the order in which they first trained it."""
+        self._steps: dict[tuple[str, str], dict[int, int]] = {}
+        """Role and name, up to a slash -> line -> the last step in which it reported that; the line that did so first comes first."""
+        self._apart: set[tuple[str, str]] = set()
+        """Roles and names that two lines have reported in one step."""
+
+    def of(self, call: Call, values: Mapping[str, float]) -> dict[str, float]:
+        """The numbers of an update by the names that they have in `metrics.jsonl`."""
+        prefix = "" if call.role == "policy" else f"{call.role}/"
+        if call.step < 0:
+            return {f"setup/{prefix}{name}": value for name, value in values.items()}
+        lines, line = self._lines.setdefault(call.role, []), (str(call.site), *call.site.path)
+        if line not in lines:
+            lines.append(line)
+        number = lines.index(line) + 1
+        return {f"{prefix}{self._part(call, name, number)}{name}": value for name, value in values.items()}
+
+    def _part(self, call: Call, name: str, number: int) -> str:
+        """What a name of a line begins with."""
+        key = call.role, name.partition("/")[0]
+        steps = self._steps.setdefault(key, {})
+        steps[number] = call.step
+        if list(steps.values()).count(call.step) > 1:
+            self._apart.add(key)
+        return f"update_{number}/" if key in self._apart and number != next(iter(steps)) else ""
+
+
 class Journal:
     """The writer of all records of one run."""
 
@@ -100,8 +137,9 @@ class Journal:
         """By cause, the samples that went on elsewhere than where their context is, and are in no line of the metrics yet."""
         self._known: dict[str, int] = {}
         """Files of workers -> offset up to which they are in the ledger, not yet written there."""
-        self._to_compare: deque[tuple[Call, str]] = deque()
-        """Updates that have ended, with the prefix of their metrics, whose length bias is not written yet."""
+        self._to_compare: deque[Call] = deque()
+        """Updates that have ended, whose length bias is not written yet."""
+        self._names = MetricNames()
 
     def open(self) -> None:
         self._ledger.open()
@@ -303,11 +341,10 @@ class Journal:
         self._ledger.consumed(call.ordinal, epoch, ids)
 
     def call_done(self, call: Call, value: object) -> None:
-        """Record that a call ended well. An update's numbers become metrics: the policy's under their own names, other roles' under
-        theirs.
-        """
+        """Record that a call ended well. An update's numbers become metrics (`MetricNames`)."""
         if self._is_known(call):
             if call.method == "update":
+                self._names.of(call, value if isinstance(value, dict) else {})
                 self._ledger.reapplied(self._attempt)
             return
         self._ledger.call_ended(call.ordinal, "done")
@@ -319,13 +356,11 @@ class Journal:
             self.tally.updated(call.step, value)
             if self._alarm is not None:
                 self._alarm.hear(call, value, self.tally)
-            prefix = "setup/" if call.step < 0 else ""
-            prefix += "" if call.role == "policy" else f"{call.role}/"
             idle_s, self._idle_now_s = self._idle_now_s, {}
             moved, self._moved_now = self._moved_now, Counter()
-            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()}, idle_s, moved)
+            self._metrics.write(max(call.step, 0), self._names.of(call, value), idle_s, moved)
             if call.step >= 0:
-                self._to_compare.append((call, prefix))
+                self._to_compare.append(call)
             if call.step >= 0 and "reward" in value:
                 self.tally.rewards.append(value["reward"])
 
@@ -363,11 +398,10 @@ class Journal:
         """Write the length bias of updates that have ended. It takes milliseconds, for which the next step need not wait."""
         while self._to_compare:
             try:
-                call, prefix = self._to_compare.popleft()
+                call = self._to_compare.popleft()
             except IndexError:  # A thread that ends the run took it.
                 return
-            bias = as_metrics(self._ledger.length_bias(call))
-            self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})
+            self._metrics.write(call.step, self._names.of(call, as_metrics(self._ledger.length_bias(call))))
 
     def spans(self, block: SpanBlock) -> None:
         self._trace.append(block)

@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
+from m2flow.macro.graph import Call, Granularity, Site
 from m2flow.micro.records.accounting import bias_of_run
+from m2flow.micro.records.journal import MetricNames
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.samples import Finish
 
@@ -120,3 +122,43 @@ def test_the_reward_is_the_one_that_the_update_was_given_and_not_a_part_of_it(tm
         assert values["lengths/trained_reward"] == pytest.approx(values["given"])
         given.append(values["given"])
     assert bias_of_run(run_dir)["trained"].reward == pytest.approx(sum(given) / len(given))
+
+
+def test_what_another_update_trained_on_is_not_dropped(tmp_path: Path) -> None:
+    """The filter is of a second update, of a line of its own, whose numbers are told apart from the first one's."""
+    last = "        policy.update(responses, verifier.score(responses))\n"
+    more = "        policy.update(responses.filter(lambda sample: sample.id.index == 0), loss=nll())\n"
+    text = FLOW.replace(', oversample=1.5, late="LATE"', "").replace("import Dataset", "import nll, Dataset").replace(last, last + more)
+    for values in metrics_of(run(tmp_path, "", 0, text)).values():
+        assert [values[f"{line}lengths/trained_num"] for line in ("", "update_2/")] == [12, 6]
+        assert "lengths/dropped_num" not in values
+        assert values["update_2/lengths/dropped_num"] == 6
+        assert values["num_sequences"] == 12
+        assert values["update_2/num_sequences"] == 6
+        assert values["loss"] != values["update_2/loss"]
+
+
+def metrics_named(*updates: tuple[int, int, str]) -> list[str]:
+    """The names of what updates report, each given with its step, its line and its numbers' names."""
+    names = MetricNames()
+    made = [
+        (Call(i, "policy", "update", "train", Granularity.BATCH, (), {}, (), (), Site("a.py", line, ""), step, False), told)
+        for i, (step, line, told) in enumerate(updates)
+    ]
+    return [" ".join(names.of(call, dict.fromkeys(told.split(), 0.0))) for call, told in made]
+
+
+def test_lines_that_share_no_step_share_their_names() -> None:
+    assert metrics_named((-1, 1, "loss"), (0, 2, "loss"), (0, 2, "loss"), (1, 3, "loss reward")) == [
+        "setup/loss",
+        "loss",
+        "loss",
+        "loss reward",
+    ]
+
+
+def test_of_lines_that_share_a_step_the_one_that_reported_a_name_first_in_the_run_keeps_it() -> None:
+    named = metrics_named(
+        (0, 2, "loss reward"), (1, 1, "loss"), (1, 2, "loss reward"), (2, 1, "loss"), (3, 1, "loss kl"), (3, 2, "loss kl")
+    )
+    assert named == ["loss reward", "loss", "loss reward", "update_2/loss", "update_2/loss kl", "loss update_1/kl"]
