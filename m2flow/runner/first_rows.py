@@ -250,6 +250,8 @@ class _Trial:
         self._values: dict[int, object] = {}
         """Call -> its value on the stub sample, where that is known."""
         self._codecs: dict[str, Any] = {}
+        self._kept: dict[int, bool] = {}
+        """Call that keeps rows -> whether it keeps the stub sample."""
         self._tried: set[tuple[str, str]] = set()
         self._reached: list[str] = []
         self._raw: set[str] = set()
@@ -449,7 +451,14 @@ class _Trial:
             self._reached.clear()
         elif failed is None:
             self._values[call.ordinal] = value
-            self._say(call, f"gives {_shown_value(value)} on the stub sample")
+            told = (
+                f"gives {_shown_value(value)} on"
+                if call.ordinal not in self._kept
+                else "keeps"
+                if self._kept[call.ordinal]
+                else "leaves out"
+            )
+            self._say(call, f"{told} the stub sample")
         elif call.options.get("on_error") is not None:
             self._say(call, f"counts as {call.options['on_error']} on the stub sample: {failed.what}")
         else:
@@ -469,6 +478,7 @@ class _Trial:
             return call_semantics.plain_value(call, result) if call.engine == "function" and not call.is_aligned else result
         result, _ = call_semantics.without_parts(result)
         if call_semantics.gives(call) == "kept" and base is not None:
+            self._kept[call.ordinal] = bool(len(result))
             # What a filter drops, too: what comes after it is to be tried.
             return (
                 base

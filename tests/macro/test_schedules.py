@@ -167,3 +167,25 @@ def test_where_the_flow_needs_a_value_in_its_first_step_the_plan_tells_the_least
         assert not whole.is_cut
         told = {line.name: line for line in arithmetic(whole, num_steps=explored.num_steps, token_budget=100)}
         assert told["samples in the run"].value == "82"
+
+
+def test_what_a_refill_draws_is_told_as_the_most_and_of_a_flow_that_waits_the_least():
+    def refilling(waits: bool) -> Flow:
+        def body() -> None:
+            policy, judge = Policy("fake"), Reward(lambda sample: float(sample.num_tokens), name="judge")
+            prompts = Dataset([{"prompt": f"{i}="} for i in range(8)])
+            for _ in steps(10):
+                responses = policy.generate(prompts, n=2, max_new_tokens=4, count=3, score=judge, max_draws=20)
+                if waits and float(judge.score(responses).mean()) > 3:
+                    break
+                policy.update(responses, judge.score(responses))
+
+        return Flow(body)
+
+    for waits, run in ((False, "at most 400"), (True, "at least 6")):
+        graph, _, num_steps = trace(refilling(waits), {}, steps=100)
+        lines = {line.name: line for line in arithmetic(graph, num_steps=num_steps, token_budget=100)}
+        (step,) = [line for line in lines.values() if line.name.startswith("samples of")]
+        assert step.value == "at most 40"
+        assert step.formula == "20 prompts x n=2, each up to 4 new tokens; it draws until 3 groups are kept"
+        assert lines["samples in the run"].value == run

@@ -143,6 +143,20 @@ def test_what_is_filtered_out_is_tried_all_the_same(tmp_path: Path) -> None:
     assert said(plan(tmp_path, body, functions))[-1] == "after: gives '12' on the stub sample"
 
 
+def test_of_what_keeps_samples_or_groups_the_plan_says_whether_it_keeps_the_stub_sample(tmp_path: Path) -> None:
+    functions = "def short(sample):\n    return len(sample.text) < 9\n\nasync def better(group):\n    return group[0].reward > 5"
+    body = """one = Reward(lambda sample: 1.0, name="one")
+few = policy.generate(prompts, n=2, max_new_tokens=4, count=1, score=one, keep=better)
+log(n=responses.filter(short).count(), m=responses.filter_groups(lambda group: False).count(), k=few.count())"""
+    found = [line for line in said(plan(tmp_path, body, functions)) if "stub" in line]
+    assert found == [
+        "one.score: gives 1.0 on the stub sample",
+        "keep: leaves out the stub sample",
+        "short: keeps the stub sample",
+        "filter_groups: leaves out the stub sample",
+    ]
+
+
 def test_a_function_that_connects_or_writes_is_stopped_and_roles_are_not_called(tmp_path: Path) -> None:
     functions = """
 def writes(sample):

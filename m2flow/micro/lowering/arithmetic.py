@@ -54,6 +54,7 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
             lines |= {line.name: line for line in more if line.name not in lines}
     if graph.is_cut and not whole:
         return (*lines.values(), *rates.lines(num_steps, 1), *_at_least(graph, totals))
+    is_most = any("refill" in call.options for call in graph.calls if call.engine == "rollout")
     num_counted = len(counted)
     scale = num_steps / num_counted if num_counted else 0
     samples, tokens, updates = (round(a + b * scale) for a, b in zip(totals["outside"], totals["inside"], strict=True))
@@ -61,10 +62,11 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
     about = ""
     if scale > 1:
         which, about = f"the first {num_counted} of {num_steps} steps, scaled up", "about "
+    at_most = "at most " if is_most else about
     return (
         *lines.values(),
         *rates.lines(num_steps, scale),
-        Line("samples in the run", f"{about}{samples:,}", f"generate calls of {which}, evaluations included"),
+        Line("samples in the run", f"{at_most}{samples:,}", f"generate calls of {which}, evaluations included"),
         Line("tokens in the run", f"at most {tokens:,}", "samples x max_new_tokens; most responses end sooner"),
         Line("optimiser steps in the run", f"{about}{updates:,}", f"epochs x mini-batches, summed over the updates of {which}"),
     )
@@ -73,6 +75,8 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
 def _at_least(graph: MacroGraph, totals: Mapping[str, Sequence[int]]) -> tuple[Line, ...]:
     """The lines about the whole run where the trace ended before a whole step: what is known of it."""
     samples, _, updates = (a + b for a, b in zip(*totals.values(), strict=True))
+    refills = [call for call in graph.calls if call.engine == "rollout" and "refill" in call.options]
+    samples -= sum(call.most_candidates - call.options["refill"] * call.options["n"] for call in refills)  # type: ignore[operator]
     which = f"before the flow needs a value, at {graph.observations[-1].site}; `m2flow plan` follows it further"
     return (
         Line("samples in the run", f"at least {samples:,}", f"generate calls {which}"),
@@ -126,7 +130,11 @@ def _generation(call: Call) -> tuple[int, int, Line]:
     assert isinstance(n, int)
     samples = call.most_candidates
     formula = f"{samples // n:,} prompts x n={n}, each up to {longest_response(call.options)} new tokens"
-    return samples, samples * longest_response(call.options), Line(f"samples of {call.site}", f"{samples:,}", formula)
+    count = call.options.get("refill")
+    if count is None:
+        return samples, samples * longest_response(call.options), Line(f"samples of {call.site}", f"{samples:,}", formula)
+    formula = f"{formula}; it draws until {count:,} groups are kept"
+    return samples, samples * longest_response(call.options), Line(f"samples of {call.site}", f"at most {samples:,}", formula)
 
 
 def _update(calls: Mapping[int, Call], call: Call, token_budget: int, num_ranks: int) -> tuple[int, Line, Line]:

@@ -517,7 +517,8 @@ def read_refills(run_dir: Path, before: float) -> tuple[int, int]:
     with reading_ledger(run_dir, "samples") as db:
         judged = db.execute(
             "SELECT last_prompt + 1, (SELECT COUNT(DISTINCT prompt) FROM filtered JOIN samples ON samples.id = filtered.sample"
-            " WHERE samples.call = discarded.call AND prompt <= last_prompt)"
+            " WHERE samples.call = discarded.call AND prompt <= last_prompt AND filtered.call ="  # Not by a filter of what it gave.
+            " (SELECT MIN(ordinal) FROM calls WHERE name = 'keep' AND ordinal > discarded.call))"
             " FROM discarded JOIN calls ON calls.ordinal = discarded.call WHERE step < ?",
             (before,),
         ).fetchall()

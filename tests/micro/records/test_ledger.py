@@ -8,20 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_clusters import FAKES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow import Dataset, Policy, Reward, flow, steps
+from m2flow import Dataset, Policy, Reward, flow, nll, steps
 from m2flow.errors import EngineError, InternalError
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.records.journal import Journal
-from m2flow.micro.records.ledger import Ledger, add_endings, read_samples, samples_digest
+from m2flow.micro.records.ledger import Ledger, add_endings, read_refills, read_samples, samples_digest
 from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import SegmentWriter
 from m2flow.observe.metrics import read_metrics
 from m2flow.observe.spans import SpanBlock
+from m2flow.runner.run import Run
 from m2flow.samples import Batch, Ragged, Segment, make_ids
+from m2flow.spec import RunSettings
 
 few = settings(max_examples=12, deadline=None)
 
@@ -260,3 +263,16 @@ def test_the_records_of_a_run_are_read_whatever_its_directory_is_called(tmp_path
     run_dir = tmp_path / "50%25 done?" / "a#b"
     write(run_dir, [IDS]).close()
     assert [sample.ids.tolist() for sample, _ in read_samples(run_dir)] == [[one] for one in IDS]
+
+
+@flow
+def _filtered_after_a_refill() -> None:
+    policy, judge, prompts = Policy("fake"), Reward(lambda s: float(s.num_tokens), name="judge"), Dataset([{"prompt": "a"}] * 9)
+    for _ in steps(3):
+        kept = policy.generate(prompts, n=2, max_new_tokens=8, count=3, score=judge, keep=lambda group: True)
+        policy.update(kept.filter(lambda s: s.id.index == 0), loss=nll())
+
+
+def test_what_is_filtered_of_a_refills_result_was_kept_by_the_refill(tmp_path: Path) -> None:
+    run = Run(_filtered_after_a_refill, {}, FAKES, RunSettings(runs_dir=str(tmp_path)))
+    assert read_refills(Path(run.execute().run_dir), 2) == (6, 6)
