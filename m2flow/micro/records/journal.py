@@ -358,10 +358,11 @@ class Journal:
                 self._alarm.hear(call, value, self.tally)
             idle_s, self._idle_now_s = self._idle_now_s, {}
             moved, self._moved_now = self._moved_now, Counter()
-            self._metrics.write(max(call.step, 0), self._names.of(call, value), idle_s, moved)
+            named = self._names.of(call, value)
+            self._metrics.write(max(call.step, 0), named, idle_s, moved)
             if call.step >= 0:
                 self._to_compare.append(call)
-            if call.step >= 0 and "reward" in value:
+            if call.step >= 0 and named.keys() & {"reward", f"{call.role}/reward"}:
                 self.tally.rewards.append(value["reward"])
 
     def _is_known(self, call: Call) -> bool:

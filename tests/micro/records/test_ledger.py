@@ -276,3 +276,20 @@ def _filtered_after_a_refill() -> None:
 def test_what_is_filtered_of_a_refills_result_was_kept_by_the_refill(tmp_path: Path) -> None:
     run = Run(_filtered_after_a_refill, {}, FAKES, RunSettings(runs_dir=str(tmp_path)))
     assert read_refills(Path(run.execute().run_dir), 2) == (6, 6)
+
+
+@flow
+def _trained_twice() -> None:
+    policy, judge, prompts = Policy("fake"), Reward(lambda s: float(s.num_tokens), name="judge"), Dataset([{"prompt": "a"}] * 9)
+    for _ in steps(3):
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8)
+        rewards = judge.score(responses)
+        policy.update(responses, rewards)
+        policy.update(responses, 100 + rewards)
+
+
+def test_the_reward_of_a_step_is_that_of_the_line_that_reports_it_first(tmp_path: Path) -> None:
+    done = Run(_trained_twice, {}, FAKES, RunSettings(runs_dir=str(tmp_path))).execute()
+    told = read_metrics(done.run_dir)
+    assert [reward for _, reward in told["update_2/reward"]] == [100 + reward for _, reward in told["reward"]]
+    assert (done.reward_first, done.reward_last) == (told["reward"][0][1], told["reward"][-1][1])
