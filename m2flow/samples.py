@@ -557,7 +557,13 @@ _MESSAGES_LIKE = 'Messages are like [{"role": "user", "content": "What is 2 + 2?
 
 
 class Sample:
-    """One row of a batch, as a user's function sees it: `sample.text`, `sample.prompt`, and each metadata column by its name."""
+    """One row of a batch, as a user's function sees it: each of its columns by name, `sample.answer` or `sample["answer"]`.
+
+    The dataset's columns, `prompt` among them, and `text`, the response. `tokens` has the tokens of both, `logprobs` and `loss_mask` a
+    value for each; the mask is true where it was generated. Rows that a refill gave have a `reward`. Those of an agent have the
+    `reward` that it returned, `num_turns`, `failure` (empty if there was none) and `episode`, a mapping with `turns`, `tools` and
+    `rewards`.
+    """
 
     __slots__ = ("_batch", "_row")
 
@@ -571,6 +577,7 @@ class Sample:
 
     @property
     def id(self) -> SampleId:
+        """Its identity: the call, its prompt's position there, and its index in the group."""
         return SampleId.unpack(int(self._batch.ids[self._row]))
 
     @property
@@ -580,6 +587,7 @@ class Sample:
 
     @property
     def finish(self) -> Finish:
+        """How the response ended: `Finish.STOP`, `LENGTH` or another."""
         return Finish(int(self._batch.dense("finish")[self._row]))
 
     @property

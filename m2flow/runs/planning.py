@@ -72,6 +72,10 @@ class Planned:
         placed = _foreseen(self.foreseen) if self.foreseen else []
         if plan.choice:
             placed = [explain(plan.choice, has_terms=has_terms, details=details), ""]
+        elif has_terms or details:
+            asked = "--terms" if has_terms else f"--{details}"
+            placed += [f"{asked} shows nothing here: it is about a placement that was searched for, and the cluster spec says {plan.mode}"]
+            placed += ["  (placement: auto searches, and so does a spec with pools)", ""]
         return "\n".join([*_calls_text(self.exploration, self.target, self.num_shown), "", *placed, str(plan), *notes, *self.tried])
 
     def save(self, file: str | Path) -> None:

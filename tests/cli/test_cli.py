@@ -19,6 +19,7 @@ from m2flow.errors import InternalError, RewardError, RunInterrupted
 from m2flow.micro.records.accounting import Tally
 from m2flow.runs.display import Rates, duration, sparkline
 from m2flow.runs.planning import OTHER_WAITS
+from m2flow.samples import EPISODE
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "flows" / "grpo.py")
@@ -130,6 +131,22 @@ def test_help_lists_every_command_with_an_example_each() -> None:
         shown = m2flow(name, "--help")
         assert shown.exit_code == 0
         assert f"m2flow {name}" in shown.stdout.partition("Example")[2]
+
+
+def test_help_of_a_sample_names_what_a_users_function_finds_in_it() -> None:
+    shown = m2flow("help", "Sample").stdout
+    for name in ("prompt", "text", "tokens", "logprobs", "loss_mask", *EPISODE):
+        assert f"`{name}`" in shown
+    for line in shown.partition("Methods:")[2].splitlines():
+        assert not line.endswith("(a property)")
+
+
+def test_details_of_a_search_are_not_asked_for_in_vain(tiny: str) -> None:
+    for option in ("--why", "--full", "--terms"):
+        done = m2flow("plan", tiny, "--no-try", option)
+        assert done.exit_code == 0, done.output
+        assert f"{option} shows nothing here" in done.stdout
+        assert "the cluster spec says time-shared" in done.stdout
 
 
 def test_python_dash_m_is_the_same_command() -> None:
