@@ -500,7 +500,7 @@ class Policy(BuiltInRole):
             sampling_mask: record what each token was drawn from, up to 1,024; log-probabilities, the trainer's too, are among these alone.
             count: groups to keep; rejected ones are replaced while others still run. With `late="defer"`, those that each turn gives.
             score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
-            keep: says of a group's samples, which have a `reward`, whether it counts, async or not; by default those with different rewards.
+            keep: says of a group's samples, which have a `reward`, whether it counts; may be async. By default: different rewards.
             max_draws: most prompts to draw; by default 16 for each group.
             staleness: versions that the weights may be behind; by default the flow's. 0 for an evaluation that must be of these weights.
             oversample: how many times more prompts are given than groups are needed; the first whole groups are the result.
