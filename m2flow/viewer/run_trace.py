@@ -227,7 +227,7 @@ class RunTrace:
         self.steps: list[Step] = []
         self.versions: list[Version] = []
         self.stops: tuple[IntArray, IntArray] = (none, none)
-        """When the run stopped and when it was resumed, in order; the time between does not count."""
+        """When the run stopped and when its workers were up again, in order; the time between does not count."""
         self.worked_until = 0
         """ns: the end of the accounting of devices. While the final checkpoint is written, idle time has no cause."""
 
@@ -358,7 +358,9 @@ class RunTrace:
         ends = np.sort(self.columns["end"])
         before = np.searchsorted(ends, resumes) - 1
         is_between = (before >= 0) & (before < len(ends) - 1)
-        return ends[before[is_between]], resumes[is_between]
+        starts = np.sort(self.columns["start"])
+        again = starts[np.minimum(np.searchsorted(starts, resumes), len(starts) - 1)]
+        return ends[before[is_between]], np.maximum(resumes, again)[is_between]
 
     def _find_last_work(self) -> int:
         names, ends = self.columns.names.texts, self.columns["end"]

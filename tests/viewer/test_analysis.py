@@ -139,9 +139,9 @@ def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_p
     hour = 3600 * 1000 * MS
     rollout, trainer = Recorder("rollout-0"), Recorder("train-0")
     about = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1"}
-    for begin, end in ((0, 4 * MS), (hour + 1 * MS, hour + 5 * MS)):
+    for begin, end in ((0, 4 * MS), (hour + 2001 * MS, hour + 2005 * MS)):
         rollout.add("rollout.step", begin, end, **about, num_samples=1)
-    trainer.add("train.accumulate", hour + 5 * MS, hour + 6 * MS, call=1, step=0, label="policy.update", flow_line="f.py:2")
+    trainer.add("train.accumulate", hour + 2005 * MS, hour + 2006 * MS, call=1, step=0, label="policy.update", flow_line="f.py:2")
     run_dir = store_run(tmp_path, [drained(recorder) for recorder in (rollout, trainer)])
     ledger = Ledger(run_dir / "ledger.db")
     ledger.open()
@@ -150,12 +150,14 @@ def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_p
         ledger.change("UPDATE attempts SET began=? WHERE number=?", (began_s, number))
     ledger.close()
     trace = traced(run_dir)
-    assert [(ends.tolist(), begins.tolist()) for ends, begins in [trace.stops]] == [([4 * MS], [hour])]
+    assert [(ends.tolist(), begins.tolist()) for ends, begins in [trace.stops]] == [
+        ([4 * MS], [hour + 2001 * MS])
+    ]  # It took two seconds to start.
     (step,) = analysis_of(trace, idle_of(trace)).steps
-    assert step.makespan_s == pytest.approx(0.010)
+    assert step.makespan_s == pytest.approx(0.009)
     for idle in idle_of(trace):
         whole = idle.busy_seconds(trace.start, trace.end) + sum(idle.seconds(trace.start, trace.end).values())
-        assert whole == pytest.approx(0.010)
+        assert whole == pytest.approx(0.009)
 
 
 def test_what_leads_to_no_update_is_an_evaluation_and_the_newest_step_goes_by_its_lines() -> None:
