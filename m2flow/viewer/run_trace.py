@@ -358,9 +358,11 @@ class RunTrace:
         ends = np.sort(self.columns["end"])
         before = np.searchsorted(ends, resumes) - 1
         is_between = (before >= 0) & (before < len(ends) - 1)
-        starts = np.sort(self.columns["start"])
+        # Of attempts that ended before their workers were up, the time belongs to the same stop.
+        before, first = np.unique(before[is_between], return_index=True)
+        resumes, starts = resumes[is_between][first], np.sort(self.columns["start"])
         again = starts[np.minimum(np.searchsorted(starts, resumes), len(starts) - 1)]
-        return ends[before[is_between]], np.maximum(resumes, again)[is_between]
+        return ends[before], np.maximum(resumes, again)
 
     def _find_last_work(self) -> int:
         names, ends = self.columns.names.texts, self.columns["end"]

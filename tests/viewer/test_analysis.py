@@ -13,9 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from fake_clusters import generate_call
 from observed_run import record_run, store_run
 
 from m2flow.cli.main import cli
+from m2flow.macro.graph import Call
 from m2flow.micro.records.ledger import Ledger
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import Recorder, SpanBlock
@@ -44,6 +46,19 @@ def drained(recorder: Recorder) -> SpanBlock:
     """With times as they were given: recorders read the clock apart from each other."""
     recorder.anchor_ns = 0
     return recorder.drain()
+
+
+def resumed_run(run_dir: Path, blocks: list[SpanBlock], began_s: list[int], *calls: Call) -> Path:
+    """A run of these calls whose attempts began at these times."""
+    ledger = Ledger(store_run(run_dir, blocks) / "ledger.db")
+    ledger.open()
+    for call in calls:
+        ledger.call_added(call)
+    for number, at_s in enumerate(began_s):
+        ledger.attempt_began(number, "", 0)
+        ledger.change("UPDATE attempts SET began=? WHERE number=?", (at_s, number))
+    ledger.close()
+    return run_dir
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +157,7 @@ def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_p
     for begin, end in ((0, 4 * MS), (hour + 2001 * MS, hour + 2005 * MS)):
         rollout.add("rollout.step", begin, end, **about, num_samples=1)
     trainer.add("train.accumulate", hour + 2005 * MS, hour + 2006 * MS, call=1, step=0, label="policy.update", flow_line="f.py:2")
-    run_dir = store_run(tmp_path, [drained(recorder) for recorder in (rollout, trainer)])
-    ledger = Ledger(run_dir / "ledger.db")
-    ledger.open()
-    for number, began_s in enumerate((0.0, 3600.0)):
-        ledger.attempt_began(number, "", 0)
-        ledger.change("UPDATE attempts SET began=? WHERE number=?", (began_s, number))
-    ledger.close()
-    trace = traced(run_dir)
+    trace = traced(resumed_run(tmp_path, [drained(recorder) for recorder in (rollout, trainer)], [0, 3600]))
     assert [(ends.tolist(), begins.tolist()) for ends, begins in [trace.stops]] == [
         ([4 * MS], [hour + 2001 * MS])
     ]  # It took two seconds to start.
@@ -158,6 +166,21 @@ def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_p
     for idle in idle_of(trace):
         whole = idle.busy_seconds(trace.start, trace.end) + sum(idle.seconds(trace.start, trace.end).values())
         assert whole == pytest.approx(0.009)
+
+
+def test_attempts_that_ended_before_their_workers_were_up_are_one_stop(tmp_path: Path) -> None:
+    second = 1000 * MS
+    rollout = Recorder("rollout-0")
+    for begin in (0, 1000 * second):
+        rollout.add("rollout.step", begin, begin + second, call=0, step=0, label="policy.generate", flow_line="f.py:1", num_samples=1)
+    trace = traced(resumed_run(tmp_path, [drained(rollout)], [0, 300, 600, 999]))
+    assert [moments.tolist() for moments in trace.stops] == [[second], [1000 * second]]
+    assert trace.seconds(trace.start, trace.end) == 2
+
+
+def test_a_run_that_was_resumed_before_anything_had_begun_has_no_stop(tmp_path: Path) -> None:
+    trace = traced(resumed_run(tmp_path, [], [1, 2], generate_call(0)))
+    assert [moments.tolist() for moments in trace.stops] == [[], []]
 
 
 def test_what_leads_to_no_update_is_an_evaluation_and_the_newest_step_goes_by_its_lines() -> None:

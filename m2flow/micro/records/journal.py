@@ -344,7 +344,8 @@ class Journal:
         """Record that a call ended well. An update's numbers become metrics (`MetricNames`)."""
         if self._is_known(call):
             if call.method == "update":
-                self._names.of(call, value if isinstance(value, dict) else {})
+                had = ["lengths"] if self._ledger.has_length_bias(call) else []
+                self._names.of(call, {**(value if isinstance(value, dict) else {}), **dict.fromkeys(had, 0.0)})
                 self._ledger.reapplied(self._attempt)
             return
         self._ledger.call_ended(call.ordinal, "done")

@@ -358,6 +358,12 @@ class Ledger:
         with self._lock:
             return bias_of(self._db, update)
 
+    def has_length_bias(self, update: Call) -> bool:
+        """Whether `length_bias` of an update has anything: whether it trained on samples."""
+        with self._lock:
+            found = "SELECT 1 FROM consumption JOIN samples ON samples.id = consumption.sample WHERE update_call=? LIMIT 1"
+            return self._db.execute(found, (update.ordinal,)).fetchone() is not None
+
     def has_samples(self, ids: Sequence[int]) -> bool:
         """Whether the segments have the rows of all of these."""
         with self._lock:

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from one_thread import commit_every, imaged, resumed
+from resumed_runs import fake_cluster
 
+from m2flow import Dataset, Policy, Reward, flow, nll, steps
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.macro.graph import Call, Granularity, Site
 from m2flow.micro.records.accounting import bias_of_run
 from m2flow.micro.records.journal import MetricNames
 from m2flow.micro.records.sample_query import SampleQuery
+from m2flow.observe.metrics import read_metrics
 from m2flow.samples import Finish
+from m2flow.spec import RunSettings
 
 FLOW = """
 from m2flow import Dataset, Policy, Reward, flow, steps
@@ -162,3 +167,27 @@ def test_of_lines_that_share_a_step_the_one_that_reported_a_name_first_in_the_ru
         (0, 2, "loss reward"), (1, 1, "loss"), (1, 2, "loss reward"), (2, 1, "loss"), (3, 1, "loss kl"), (3, 2, "loss kl")
     )
     assert named == ["loss reward", "loss", "loss reward", "update_2/loss", "update_2/loss kl", "loss update_1/kl"]
+
+
+@flow
+def _trained_on_all_and_on_half() -> None:
+    policy, judge, prompts = Policy("fake"), Reward(lambda sample: 1.0), Dataset([{"prompt": "a"}] * 12)
+    for _ in steps(3):
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=4)
+        policy.update(responses, judge.score(responses))
+        policy.update(responses.filter(lambda sample: sample.id.index == 0), loss=nll())
+
+
+def test_lines_keep_the_names_of_their_length_bias_in_a_run_that_is_resumed_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_every(monkeypatch, 0.0)
+    spec, settings = fake_cluster("split", workers=1), RunSettings(runs_dir=str(tmp_path / "runs"), checkpoint_steps=1)
+    _, images = imaged(_trained_on_all_and_on_half, {}, spec, settings, tmp_path / "images", most=64)
+    for image in images.paths[::3]:
+        resumed(_trained_on_all_and_on_half, {}, spec, settings, image)
+        found = read_metrics(image)
+        assert not [name for name in found if name.startswith("update_1/")], image
+        # What a killed run had not written yet of an update that it had recorded is missing.
+        assert {num for _, num in found.get("lengths/trained_num", [])} <= {6.0}, image
+        assert {num for _, num in found.get("update_2/lengths/trained_num", [])} <= {3.0}, image
