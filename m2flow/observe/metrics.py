@@ -285,6 +285,16 @@ def _lines(run_dir: str | Path) -> Iterator[Line]:
             yield _read_line(text)
 
 
+def split_line(name: str) -> tuple[str, str]:
+    """Split off what tells the numbers of another line of a flow that trains the same role apart from those of the first.
+
+    >>> split_line("critic/update_2/loss"), split_line("critic/loss")
+    (('update_2/', 'critic/loss'), ('', 'critic/loss'))
+    """
+    line = re.search(r"(?<![^/])update_\d+/", name)
+    return ("", name) if line is None else (line[0], name.replace(line[0], "", 1))
+
+
 def metrics_path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "metrics.jsonl"
 

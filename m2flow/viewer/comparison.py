@@ -40,7 +40,7 @@ from m2flow.errors import M2FlowError, OptionError, SpecError
 from m2flow.micro.records.provenance import Difference, read_configuration
 from m2flow.micro.records.provenance import differences as configuration_differences
 from m2flow.micro.records.rundir import reading_ledger
-from m2flow.observe.metrics import metrics_path, read_metrics
+from m2flow.observe.metrics import metrics_path, read_metrics, split_line
 from m2flow.observe.spans import SpanName
 from m2flow.planner.explaining import differences
 from m2flow.viewer.analysis import Analysis, PathShare, StepAnalysis, analysis_of
@@ -189,11 +189,11 @@ def about_metric(name: str) -> MetricAbout:
     >>> about_metric("critic/update_2/loss").means
     "of the flow's line 2 that trains it: the loss of the update"
     """
-    line = re.search(r"(?<![^/])update_(\d+)/", name)
-    plain = name if line is None else name.replace(line[0], "", 1)
+    line, plain = split_line(name)
     found = next((about for pattern, about in _ABOUT if re.fullmatch(pattern, plain)), MetricAbout("other"))
-    if line is not None and found.means:
-        found = msgspec.structs.replace(found, means=f"of the flow's line {line[1]} that trains it: {found.means}")
+    if line and found.means:
+        number = line.removeprefix("update_").removesuffix("/")
+        found = msgspec.structs.replace(found, means=f"of the flow's line {number} that trains it: {found.means}")
     if name.startswith("setup/"):
         return msgspec.structs.replace(found, means=f"before the loop: {found.means}" if found.means else "before the loop")
     return found

@@ -28,7 +28,7 @@ from m2flow.errors import EngineError, SpecError
 from m2flow.micro.records.ledger import read_incidents
 from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.sample_query import SampleQuery, text_of
-from m2flow.observe.metrics import read_metrics
+from m2flow.observe.metrics import read_metrics, split_line
 from m2flow.observe.store import CounterColumn
 from m2flow.recipe import EpisodeFailure
 from m2flow.samples import Finish
@@ -418,34 +418,46 @@ def _of_metrics(series: Mapping[str, Sequence[tuple[int, float]]]) -> Iterator[A
             yield _alert("not finite", f"{name} in step {steps[0]}{more}", "training")
     for name, steps in untrained.items():
         if steps:
-            whose = name.removesuffix("num_steps").removesuffix("/") or "policy"
+            line, plain = split_line(name)
+            whose = plain.removesuffix("num_steps").removesuffix("/") or "policy"
+            whose += f" ({line.removesuffix('/')})" if line else ""
             more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
             yield _alert("nothing trained", f"an update of {whose} in step {steps[0]}{more}", "training")
+    for line in sorted({split_line(name)[0] for name in series}):
+        yield from _of_policy(series, line)
+
+
+def _of_policy(series: Mapping[str, Sequence[tuple[int, float]]], line: str) -> Iterator[Alert]:
+    """Look at what a line of the flow that trains the policy reports.
+
+    Args:
+        line: what its metrics begin with, of another line than the first (`split_line`).
+    """
 
     def values(name: str) -> list[float]:
-        return [value for _, value in series.get(name, []) if math.isfinite(value)]
+        return [value for _, value in series.get(line + name, []) if math.isfinite(value)]
 
     norms = values("grad_norm")
     if len(norms) >= 2 * _RECENT:
         usual, newest = statistics.median(norms[:-_RECENT]), max(norms[-_RECENT:])
         if usual > 0 and newest > _EXPLODES * usual:
-            yield _alert("gradient", f"grad_norm {newest:.3g}, {newest / usual:.0f} times its median of {usual:.3g}", "training")
+            yield _alert("gradient", f"{line}grad_norm {newest:.3g}, {newest / usual:.0f} times its median of {usual:.3g}", "training")
     entropy, first = values("entropy"), 0.0
     if len(entropy) >= 2 * _RECENT:
         first, last = statistics.fmean(entropy[:_RECENT]), statistics.fmean(entropy[-_RECENT:])
         if first > 0 and last < _COLLAPSES * first:
-            yield _alert("entropy", f"entropy fell from {first:.3g} to {last:.3g} nats", "training")
+            yield _alert("entropy", f"{line}entropy fell from {first:.3g} to {last:.3g} nats", "training")
     apart, share = values("rollout_diff/mean"), values("effective_sample_share")
     if apart and max(apart[-_RECENT:]) > _DIFFERS:
-        yield _alert("mismatch", f"rollout_diff/mean {max(apart[-_RECENT:]):.3g} nats", "training")
+        yield _alert("mismatch", f"{line}rollout_diff/mean {max(apart[-_RECENT:]):.3g} nats", "training")
     elif share and min(share[-_RECENT:]) < _LEAST_SHARE:
-        yield _alert("mismatch", f"effective_sample_share {min(share[-_RECENT:]):.3g}", "training")
+        yield _alert("mismatch", f"{line}effective_sample_share {min(share[-_RECENT:]):.3g}", "training")
     lengths, rewards = values("response_length"), values("reward")
     if len(lengths) >= 2 * _RECENT and len(rewards) >= 2 * _RECENT:
         begun, now = statistics.fmean(lengths[:_RECENT]), statistics.fmean(lengths[-_RECENT:])
         risen = statistics.fmean(rewards[-_RECENT:]) - statistics.fmean(rewards[:_RECENT])
         if begun > 0 and risen > 0 and not begun / _DRIFTS <= now <= begun * _DRIFTS:
-            yield _alert("length drift", f"mean response length went from {begun:,.4g} to {now:,.4g} tokens", "training")
+            yield _alert("length drift", f"mean {line}response length went from {begun:,.4g} to {now:,.4g} tokens", "training")
 
 
 def _of_samples(run_dir: Path) -> Iterator[Alert]:

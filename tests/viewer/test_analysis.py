@@ -279,6 +279,22 @@ def test_an_update_that_trained_nothing_is_an_alert_of_its_own(tmp_path: Path) -
     assert (found.rule, found.level, found.says) == ("nothing trained", "warn", "an update of policy in step 1")
 
 
+def test_the_rules_hold_for_each_line_that_trains_the_policy(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(8):
+            apart = {
+                "update_2/rollout_diff/mean": 0.3,
+                "update_2/grad_norm": 40.0 if step >= 5 else 1.0,
+                "update_2/num_steps": float(step > 0),
+            }
+            writer.write(step, {"rollout_diff/mean": 1e-6, "grad_norm": 1.0, "num_steps": 1.0, **apart})
+    assert {alert.rule: alert.says for alert in alerts_of(tmp_path, None)} == {
+        "mismatch": "update_2/rollout_diff/mean 0.3 nats",
+        "gradient": "update_2/grad_norm 40, 40 times its median of 1",
+        "nothing trained": "an update of policy (update_2) in step 0",
+    }
+
+
 @pytest.mark.parametrize(("last", "says"), [(3, ["3 of policy on rollout-0; rollout(..., timeout_s=...) ends such"]), (0, [])])
 def test_episodes_of_which_nothing_is_known_for_long_are_an_alert_as_long_as_there_are(last: int, says: list[str], tmp_path: Path) -> None:
     recorder = Recorder("rollout-0")
