@@ -242,7 +242,8 @@ class FunctionUnits:
     task_s: FloatArray
     """For each task, [K]."""
     between_s: FloatArray
-    """Seconds from the end of a task to the start of a task of this function that was there already."""
+    """Seconds from the end of a task to the start of a task of this function that was there already: no wait was recorded between them,
+    which is one of half a millisecond or more."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ says which one counts is written last; so a process that is killed while it writ
 
 `Tally` counts steps, samples, tokens and rewards of a run for its displays.
 
+    metrics of an update --MetricNames--> their names in metrics.jsonl, by the line of the flow that trains
     metrics of an update --Alarm.hear--> the tally, for the summary; a warning when trainer and rollout engine first disagree
 
 Length bias is lengths and rewards of the samples that an update trains on, compared with all that were sampled.
@@ -180,7 +181,7 @@ class Tally:
     samples_before: int = 0
     tokens_before: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of each update, in order."""
+    """Mean reward of each update in a step, in order; of lines that train one role in a step, of the one that reported it first."""
     logs: dict[str, float] = field(default_factory=dict)
     """Last value of each logged name."""
     example: tuple[str, str] = ("", "")
@@ -297,6 +298,50 @@ class Alarm:
             f"step {call.step}: {call.name} ({call.site}) skipped an optimiser step, since {why}; weights and optimiser stay as they "
             "were. It is said once; the metrics num_skipped_steps and num_steps have every step, `m2flow samples` how each episode failed"
         )
+
+
+# ---- names of metrics
+
+
+class MetricNames:
+    """Name the numbers of updates: `loss` is the policy's, `critic/loss` that of a role of that name, `setup/loss` from before the loop.
+
+    Where two lines of a flow train one role in a step, what both report is told apart by the line: the one that reported it first in the
+    run keeps the name, and the numbers of the second line are `update_2/loss`. Lines that never share a step share their names, and what
+    several updates at one line report in a step has one name.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[tuple[str, ...]]] = {}
+        """Role -> its lines, each with the calls that led there, in the order in which they first trained it."""
+        self._steps: dict[tuple[str, str], dict[int, int]] = {}
+        """Role and name, up to a slash -> line -> the last step in which it reported that; the line that did so first comes first."""
+        self._apart: set[tuple[str, str]] = set()
+        """Roles and names that two lines have reported in one step."""
+
+    def of(self, call: Call, values: Mapping[str, float]) -> dict[str, float]:
+        """The numbers of an update by the names that they have in `metrics.jsonl`."""
+        return self.at(call.role, call.step, (str(call.site), *call.site.path), values)
+
+    def at(self, role: str, step: int, line: tuple[str, ...], values: Mapping[str, float]) -> dict[str, float]:
+        """The same of an update of a role in a step, made at a line: its place, and the calls that led there."""
+        prefix = "" if role == "policy" else f"{role}/"
+        if step < 0:
+            return {f"setup/{prefix}{name}": value for name, value in values.items()}
+        lines = self._lines.setdefault(role, [])
+        if line not in lines:
+            lines.append(line)
+        number = lines.index(line) + 1
+        return {f"{prefix}{self._part(role, step, name, number)}{name}": value for name, value in values.items()}
+
+    def _part(self, role: str, step: int, name: str, number: int) -> str:
+        """What a name of a line begins with."""
+        key = role, name.partition("/")[0]
+        steps = self._steps.setdefault(key, {})
+        steps[number] = step
+        if list(steps.values()).count(step) > 1:
+            self._apart.add(key)
+        return f"update_{number}/" if key in self._apart and number != next(iter(steps)) else ""
 
 
 # ---- length bias

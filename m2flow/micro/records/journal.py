@@ -23,7 +23,7 @@ from m2flow.macro.oversampling import is_cut
 from m2flow.micro.protocol.events import Restored
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by
-from m2flow.micro.records.accounting import Alarm, Tally, as_metrics
+from m2flow.micro.records.accounting import Alarm, MetricNames, Tally, as_metrics
 from m2flow.micro.records.flow_record import LedgerWriter
 from m2flow.micro.records.ledger import Ledger
 from m2flow.micro.records.resume import DONE, ResumeState, Resumption
@@ -62,43 +62,6 @@ def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is
         rows = read_segment(run_dir / "segments", place, mine)
         parts += [rows] if len(rows) else []
     return Batch.concat(parts).select(np.array(ids, np.int64))
-
-
-class MetricNames:
-    """Name the numbers of updates: `loss` is the policy's, `critic/loss` that of a role of that name, `setup/loss` from before the loop.
-
-    Where two lines of a flow train one role in a step, what both report is told apart by the line: the one that reported it first in the
-    run keeps the name, and the numbers of the second line are `update_2/loss`. Lines that never share a step share their names, and what
-    several updates at one line report in a step has one name.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[str, list[tuple[str, ...]]] = {}
-        """Role -> its lines, each with the calls that led there, in the order in which they first trained it."""
-        self._steps: dict[tuple[str, str], dict[int, int]] = {}
-        """Role and name, up to a slash -> line -> the last step in which it reported that; the line that did so first comes first."""
-        self._apart: set[tuple[str, str]] = set()
-        """Roles and names that two lines have reported in one step."""
-
-    def of(self, call: Call, values: Mapping[str, float]) -> dict[str, float]:
-        """The numbers of an update by the names that they have in `metrics.jsonl`."""
-        prefix = "" if call.role == "policy" else f"{call.role}/"
-        if call.step < 0:
-            return {f"setup/{prefix}{name}": value for name, value in values.items()}
-        lines, line = self._lines.setdefault(call.role, []), (str(call.site), *call.site.path)
-        if line not in lines:
-            lines.append(line)
-        number = lines.index(line) + 1
-        return {f"{prefix}{self._part(call, name, number)}{name}": value for name, value in values.items()}
-
-    def _part(self, call: Call, name: str, number: int) -> str:
-        """What a name of a line begins with."""
-        key = call.role, name.partition("/")[0]
-        steps = self._steps.setdefault(key, {})
-        steps[number] = call.step
-        if list(steps.values()).count(call.step) > 1:
-            self._apart.add(key)
-        return f"update_{number}/" if key in self._apart and number != next(iter(steps)) else ""
 
 
 class Journal:

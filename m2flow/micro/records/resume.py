@@ -35,7 +35,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import Restored
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
-from m2flow.micro.records.accounting import Tally, read_meter
+from m2flow.micro.records.accounting import MetricNames, Tally, read_meter
 from m2flow.micro.records.checkpoints import Checkpoint, newest_good
 from m2flow.micro.records.flow_record import RunRecord, read_record
 from m2flow.micro.records.ledger import IS_CURRENT, Ledger
@@ -539,13 +539,15 @@ def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int], over: set[
         if call in done:
             tally.num_samples += num_samples
             tally.num_tokens += num_tokens
+    names = MetricNames()
     for recorded in record.calls:
         if recorded.ordinal in done and recorded.name.endswith(".update"):
             value = record.value(recorded.ordinal)
             if isinstance(value, dict):
                 tally.updated(recorded.step, value)
-            if isinstance(value, dict) and "reward" in value and recorded.step >= 0:
-                tally.rewards.append(value["reward"])
+            role = recorded.name.removesuffix(".update")
+            named = names.at(role, recorded.step, (recorded.site,), value) if isinstance(value, dict) else {}
+            tally.rewards += [named[name] for name in ("reward", f"{role}/reward") if name in named]
     open_steps = [recorded.step for recorded in record.calls if recorded.ordinal not in over and recorded.step >= 0]
     last = max((recorded.step for recorded in record.calls), default=-1)
     tally.num_steps = min(open_steps, default=last + 1)

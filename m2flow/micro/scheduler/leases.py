@@ -46,7 +46,7 @@ class LeaseTurns:
         to = self.next_turn(lease)
         if to:
             self._tell(lease.move(to), to)
-            if not lease.is_moving:  # Those that had to leave are lost, and nobody has to onload.
+            if not lease.is_moving:  # It is of one worker, or those that had to leave are lost, and nobody has to onload.
                 self._wake(lease)
         elif lease.is_idle and not lease.is_moving:
             for name in lease.workers:

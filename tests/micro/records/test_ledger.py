@@ -11,6 +11,7 @@ import pytest
 from fake_clusters import FAKES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_thread import commit_every, imaged, resumed
 
 from m2flow import Dataset, Policy, Reward, flow, nll, steps
 from m2flow.errors import EngineError, InternalError
@@ -293,3 +294,12 @@ def test_the_reward_of_a_step_is_that_of_the_line_that_reports_it_first(tmp_path
     told = read_metrics(done.run_dir)
     assert [reward for _, reward in told["update_2/reward"]] == [100 + reward for _, reward in told["reward"]]
     assert (done.reward_first, done.reward_last) == (told["reward"][0][1], told["reward"][-1][1])
+
+
+def test_the_rewards_of_a_resumed_run_are_of_that_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit_every(monkeypatch, 0.0)
+    settings = RunSettings(runs_dir=str(tmp_path / "runs"))
+    whole, images = imaged(_trained_twice, {}, FAKES, settings, tmp_path / "images", most=24)
+    for image in images.paths[-3:]:
+        again = resumed(_trained_twice, {}, FAKES, settings, image)
+        assert (again.reward_first, again.reward_last) == (whole.reward_first, whole.reward_last)

@@ -14,8 +14,7 @@ from m2flow import Dataset, Policy, Reward, flow, nll, steps
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.macro.graph import Call, Granularity, Site
-from m2flow.micro.records.accounting import bias_of_run
-from m2flow.micro.records.journal import MetricNames
+from m2flow.micro.records.accounting import MetricNames, bias_of_run
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.observe.metrics import read_metrics
 from m2flow.samples import Finish
