@@ -56,12 +56,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 def batches_of(
-    steps: Sequence[Span], sample_spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], natural: Container[int] | None = None
+    steps: Sequence[Span], sample_spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], settled: Container[int] | None = None
 ) -> tuple[tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray], IntArray]:
     """Reconstruct the batch of each step of one engine.
 
     Returns ((decoded samples, tokens in their KV caches, prefilled samples, tokens of their prompts with each prompt once, samples that
-    left others in the step before, samples of steps of the flow outside `natural`), [K] each), and the positions of the steps for which
+    left others in the step before, samples of steps of the flow outside `settled`), [K] each), and the positions of the steps for which
     this is known.
 
     Args:
@@ -72,7 +72,7 @@ def batches_of(
     starts = np.array([span.start_ns for span in steps])
     first, last, prompts, read = list[int](), list[int](), list[int](), list[int]()
     groups: list[int] = []
-    resized: list[bool] = []
+    unsettled: list[bool] = []
     in_turns = {sample_of(span) for span in sample_spans if span.name == SpanName.TURN}
     for span in sample_spans:
         packed = sample_of(span)
@@ -89,7 +89,7 @@ def batches_of(
                 prompts.append(number(span, "num_prompt_tokens"))
                 read.append(prompts[-1] - number(span, "num_cached"))
                 groups.append(group_key(packed) if number(span, "turn") == 1 else -len(groups) - 1)  # First prompts are shared.
-                resized.append(natural is not None and packed in counts and counts[packed][0] not in natural)
+                unsettled.append(settled is not None and packed in counts and counts[packed][0] not in settled)
             continue
         if packed in in_turns:
             continue
@@ -100,13 +100,13 @@ def batches_of(
             prompts.append(counts[packed][1])
             read.append(counts[packed][1])
             groups.append(group_key(packed))
-            resized.append(natural is not None and counts[packed][0] not in natural)
-    rows = _Rows(*(np.array(column, np.int64) for column in (first, last, prompts, read, groups, resized)))
-    running, entered, prefill, context, left, not_own = rows.by_step(len(steps))
+            unsettled.append(settled is not None and counts[packed][0] not in settled)
+    rows = _Rows(*(np.array(column, np.int64) for column in (first, last, prompts, read, groups, unsettled)))
+    running, entered, prefill, context, left, num_unsettled = rows.by_step(len(steps))
     asked = np.array([number(span, "num_samples") for span in steps], np.int64)
     # Above the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
     is_known = (running > 0) & ((running == asked) | ((running < asked) & (running == running.max(initial=0))))
-    return (running - entered, context, entered, prefill, left, not_own), np.flatnonzero(is_known)
+    return (running - entered, context, entered, prefill, left, num_unsettled), np.flatnonzero(is_known)
 
 
 def _is_played(span: Span, role: str, worker: str, roles: Mapping[int, str]) -> bool:
@@ -151,12 +151,12 @@ class _Rows:
     read: IntArray
     """Tokens of these that the engine had to read."""
     groups: IntArray
-    resized: IntArray
-    """1 for samples whose number or lengths were set."""
+    unsettled: IntArray
+    """1 for samples of steps of the flow that do not have the time of a run's."""
 
     def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray]:
         """For each step: running samples, entering ones, prompt tokens of these, tokens in the KV caches of the others, samples that left
-        these in the step before, resized samples."""
+        these in the step before, unsettled samples."""
         first = np.clip(self.first, 0, None)
 
         def total(weights: IntArray) -> IntArray:
@@ -175,7 +175,7 @@ class _Rows:
         context = total(self.prompts) + np.arange(num_steps) * running - total(first) - unread
         left = np.zeros(num_steps + 1, np.int64)
         np.add.at(left, self.last + 1, 1)
-        return running, entered, prefill, context, left[:num_steps] * (running > entered), total(self.resized)
+        return running, entered, prefill, context, left[:num_steps] * (running > entered), total(self.unsettled)
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -201,8 +201,8 @@ class DecodeSteps:
     seconds: FloatArray
     overlap: dict[str, FloatArray]
     """Kind of engine -> share of the step in which such an engine worked on another worker."""
-    is_natural: BoolArray
-    """Whether it had samples of the flow's own numbers and lengths only."""
+    is_settled: BoolArray
+    """Whether it had samples only of steps of the flow that have the time of a run's (`Observed.of_run`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +217,7 @@ class Passes:
     """Sum over the samples of their squared tokens."""
     seconds: FloatArray
     overlap: dict[str, FloatArray]
-    is_natural: BoolArray
+    is_settled: BoolArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,14 +311,14 @@ class _Reader:
         spans: Sequence[Span],
         counts: Mapping[int, tuple[int, int, int]],
         roles: Mapping[int, str],
-        natural: Container[int] | None,
+        settled: Container[int] | None,
         *,
         warm_up: int,
     ) -> None:
         self._spans = spans
         self._counts = counts
         self._roles = roles
-        self._natural = natural
+        self._settled = settled
         ends = [span.end_ns for span in spans if span.attributes.get("step") == warm_up]
         self._from_ns = max(ends, default=0)
         """The end of the warm-up; earlier spans are ignored."""
@@ -373,7 +373,7 @@ class _Reader:
         single = [span for span in steps if "num_steps" not in span.attributes]  # A span of several steps has no time for each.
         for (role, worker), own in _by(single).items():
             of_engine = [span for span in sample_spans if _is_played(span, role, worker, self._roles)]
-            (decoding, context, entered, prefill, left, resized), kept = batches_of(own, of_engine, self._counts, self._natural)
+            (decoding, context, entered, prefill, left, unsettled), kept = batches_of(own, of_engine, self._counts, self._settled)
             spans = [own[i] for i in kept.tolist()]
             if spans:
                 seconds = np.array([span.duration_s for span in spans])
@@ -385,7 +385,7 @@ class _Reader:
                     left[kept],
                     seconds,
                     self._overlap(spans),
-                    resized[kept] == 0,
+                    unsettled[kept] == 0,
                 )
         return found
 
@@ -426,7 +426,7 @@ class _Reader:
                 np.array([float((lengths.astype(np.float64) ** 2).sum()) for lengths in sizes]),
                 np.array([span.duration_s for span in own]),
                 self._overlap(own),
-                np.array([self._natural is None or number(span, "step", -1) in self._natural for span in own]),
+                np.array([self._settled is None or number(span, "step", -1) in self._settled for span in own]),
             )
         return found
 
@@ -744,9 +744,9 @@ def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tu
     # When some leave, an engine moves the caches of the others, and has the processor together with who takes in those that left.
     moved = steps.decoding * (steps.left > 0)
     sizes = np.stack([np.ones(len(running)), running, steps.context, steps.prefill, steps.entered, moved], 1).astype(np.float64)
-    found = _fit_with_slowdown(sizes, steps.seconds, steps.overlap, "rollout", steps.is_natural)
+    found = _fit_with_slowdown(sizes, steps.seconds, steps.overlap, "rollout", steps.is_settled)
     step_s, sample_s, context_s, prefill_s, enter_s, move_s = found.constants.tolist()
-    counted = steps.is_natural if steps.is_natural.any() else np.ones(len(running), np.bool_)
+    counted = steps.is_settled if steps.is_settled.any() else np.ones(len(running), np.bool_)
     leave_s = move_s * float(moved[counted].sum()) / max(int(steps.left[counted].sum()), 1)
     handover_s = 0.0
     if worker in seen.departures and len(seen.departures[worker].seconds):
@@ -781,7 +781,7 @@ def _pass(passes: Passes, seen: Observed, worker: str, hop_s: float) -> tuple[Me
     tried = []
     for tokens in (passes.tokens - passes.shared, passes.tokens):
         sizes = np.stack([np.ones(len(passes.seconds)), tokens, passes.squares], 1).astype(np.float64)
-        tried.append(_fit_with_slowdown(sizes, passes.seconds, passes.overlap, "train", passes.is_natural))
+        tried.append(_fit_with_slowdown(sizes, passes.seconds, passes.overlap, "train", passes.is_settled))
     is_shared = tried[0].quality.r2 >= tried[1].quality.r2
     found = tried[0 if is_shared else 1]
     fixed_s, token_s, token2_s = found.constants
@@ -806,15 +806,15 @@ class _Fit:
     slowdown: dict[OtherWork, float]
 
 
-def _fit_with_slowdown(sizes: FloatArray, seconds: FloatArray, overlap: Mapping[str, FloatArray], kind: str, is_natural: BoolArray) -> _Fit:
+def _fit_with_slowdown(sizes: FloatArray, seconds: FloatArray, overlap: Mapping[str, FloatArray], kind: str, is_settled: BoolArray) -> _Fit:
     """Fit the constants of undisturbed work and the slowdown factors by each other kind of work, alternately.
 
     Work of set sizes tells what depends on what, but is slower than the flow's own: each size comes once, and what is of a size for the
-    first time allocates its memory. So in the end all constants are scaled to give the seconds that the flow's own work took.
+    first time allocates its memory. So in the end all constants are scaled to give the seconds that settled work took.
 
     Args:
         sizes: the third column is doubted like the first: contexts, and squares of lengths, correlate with the second.
-        is_natural: whether the sizes were the flow's own.
+        is_settled: whether it was of the flow's own sizes, and after a step of such.
     """
     factors = np.ones(len(seconds))
     slowdown: dict[OtherWork, float] = {}
@@ -831,8 +831,8 @@ def _fit_with_slowdown(sizes: FloatArray, seconds: FloatArray, overlap: Mapping[
         for other, share in told.items():
             factors = factors + (slowdown[other] - 1) * share
         constants, quality = fit(sizes, seconds / factors, doubted=(0, 2))
-    if is_natural.any():
-        alone, own = sizes[is_natural] @ constants, (seconds / factors)[is_natural]
+    if is_settled.any():
+        alone, own = sizes[is_settled] @ constants, (seconds / factors)[is_settled]
         constants = constants * total_ratio(own, alone)
     return _Fit(constants, quality, slowdown)
 
