@@ -184,9 +184,10 @@ class Refill:
 
     def judge(self, position: int, verdict: bool | M2FlowError) -> None:
         """Record that a group was kept or not, or that judging it failed. A repeated verdict changes nothing."""
-        is_new = position not in self._verdicts
-        self._verdicts.setdefault(position, verdict)
-        if is_new and verdict is False and position < self._num_certain:
+        if position in self._verdicts:
+            return
+        self._verdicts[position] = verdict
+        if verdict is False and position < self._num_certain:
             self._num_certain += 1
             while self._verdicts.get(self._num_certain - 1) is False:
                 self._num_certain += 1

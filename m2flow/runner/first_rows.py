@@ -451,14 +451,8 @@ class _Trial:
             self._reached.clear()
         elif failed is None:
             self._values[call.ordinal] = value
-            told = (
-                f"gives {_shown_value(value)} on"
-                if call.ordinal not in self._kept
-                else "keeps"
-                if self._kept[call.ordinal]
-                else "leaves out"
-            )
-            self._say(call, f"{told} the stub sample")
+            keeps = {True: "keeps", False: "leaves out", None: f"gives {_shown_value(value)} on"}
+            self._say(call, f"{keeps[self._kept.get(call.ordinal)]} the stub sample")
         elif call.options.get("on_error") is not None:
             self._say(call, f"counts as {call.options['on_error']} on the stub sample: {failed.what}")
         else:

@@ -197,6 +197,10 @@ class Tally:
     step_ends: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     """(`time.monotonic`, steps done) at the end of the last steps since the run began or was resumed."""
 
+    def rewarded(self, role: str, named: Mapping[str, float]) -> None:
+        """Add the reward of an update, by the names of its metrics (`MetricNames`), unless another line's counts."""
+        self.rewards += [named[name] for name in ("reward", f"{role}/reward") if name in named]
+
     def updated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Count an update that is over."""
         self.updates[step >= 0, metrics.get("num_steps", 1.0) > 0] += 1

@@ -326,8 +326,7 @@ class Journal:
             self._metrics.write(max(call.step, 0), named, idle_s, moved)
             if call.step >= 0:
                 self._to_compare.append(call)
-            if call.step >= 0 and named.keys() & {"reward", f"{call.role}/reward"}:
-                self.tally.rewards.append(value["reward"])
+            self.tally.rewarded(call.role, named)
 
     def _is_known(self, call: Call) -> bool:
         """Whether an earlier attempt at the run finished the call, which is then repeated or only stands for its rows."""

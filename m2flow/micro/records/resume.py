@@ -542,12 +542,10 @@ def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int], over: set[
     names = MetricNames()
     for recorded in record.calls:
         if recorded.ordinal in done and recorded.name.endswith(".update"):
-            value = record.value(recorded.ordinal)
+            value, role = record.value(recorded.ordinal), recorded.name.removesuffix(".update")
             if isinstance(value, dict):
                 tally.updated(recorded.step, value)
-            role = recorded.name.removesuffix(".update")
-            named = names.at(role, recorded.step, (recorded.site,), value) if isinstance(value, dict) else {}
-            tally.rewards += [named[name] for name in ("reward", f"{role}/reward") if name in named]
+                tally.rewarded(role, names.at(role, recorded.step, (recorded.site,), value))
     open_steps = [recorded.step for recorded in record.calls if recorded.ordinal not in over and recorded.step >= 0]
     last = max((recorded.step for recorded in record.calls), default=-1)
     tally.num_steps = min(open_steps, default=last + 1)

@@ -88,7 +88,7 @@ class Refills:
         """Record that a function has failed on candidates: on one, or on several, which are then judged one by one."""
         if len({group_key(row) for row in task.ids}) == 1:
             return self.judge(call_state, task.ids, error)
-        left = [row for row in task.ids if row not in call_state.done]
+        left = call_state.unfinished(task.ids)
         call_state.suspects.update(left)
         self._state.requeue(call_state, left)
         return None

@@ -503,6 +503,10 @@ class CallState:
             self._unsettled.difference_update(done)
             self._unsettled.difference_update(dropped)
 
+    def unfinished(self, rows: Iterable[int]) -> list[int]:
+        """Those of these rows that are neither done nor dropped."""
+        return [row for row in rows if row not in self.done and row not in self.dropped]
+
     @property
     def has_settled(self) -> bool:
         """Whether no row in flight can fail before the earliest failure."""

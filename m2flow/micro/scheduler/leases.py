@@ -153,7 +153,7 @@ class GpuBorrowing:
         call_state.given_back.add(name)
         state.engines_changed()
         tasks = [task for _, task in state.tasks.of(name) if task.message.call == call and isinstance(task.message, m.Generate)]
-        rows = [row for task in tasks for row in task.rows if row not in call_state.done and row not in call_state.dropped]
+        rows = call_state.unfinished(row for task in tasks for row in task.rows)
         if rows:
             state.num_given_back += len(rows)
             state.send(name, m.Preempt(call, rows, waits=True))

@@ -76,7 +76,7 @@ def time_out(state: SchedulerState, event: TimedOut) -> CallState | None:
     call_state = state.calls.get(event.call)
     if call_state is None or call_state.is_over:
         return None
-    late = {group_key(row) for row in event.ids if row not in call_state.done and row not in call_state.dropped}
+    late = {group_key(row) for row in call_state.unfinished(event.ids)}
     rows = [row for row in call_state.ids if group_key(row) in late and row not in call_state.done]
     if not rows:
         return None

@@ -335,7 +335,7 @@ def _count_losses(state: SchedulerState, task: TaskState, event: WorkerLost, los
     if call_state is None or call_state.is_over:
         return
     assert isinstance(task.message, m.Generate | m.RunFunction)
-    rows = [row for row in lost if row not in call_state.done and row not in call_state.dropped]
+    rows = call_state.unfinished(lost)
     call_state.suspects.update(rows)
     if call_state.call.engine == "function":
         state.blamed.add(call_state.call.name)
@@ -359,8 +359,7 @@ def _requeue_task(state: SchedulerState, number: int, task: TaskState) -> None:
     if isinstance(task.message, m.LoadWeights):
         state.engine_weights.unloaded(task.message)
     if call_state is not None and not call_state.is_over and isinstance(task.message, m.Generate | m.RunFunction):
-        left = [row for row in task.rows if row not in call_state.done and row not in call_state.dropped]
-        left = call_state.have_come(left)
+        left = call_state.have_come(call_state.unfinished(task.rows))
         if call_state.carry is not None:
             call_state.carry.requeued(left, call_state.prefixes)
         state.requeue(call_state, left)

@@ -192,15 +192,16 @@ def test_each_sample_is_due_once_by_the_time_that_it_had_first():
     assert due.due(1e9) == []
 
 
-def test_on_a_virtual_clock_the_long_group_is_dropped_when_its_time_is_up():
-    @flow
-    def patient(num_steps: int = 1) -> None:
-        policy, reward = Policy("fake"), Reward(zero)
-        prompts = Dataset([{"prompt": "a"}] * 5)
-        for _ in steps(num_steps):
-            responses = policy.generate(prompts.take(5), n=2, max_new_tokens=5, late="drop", timeout_s=45.0)
-            policy.update(responses, reward.score(responses))
+@flow
+def patient(num_steps: int = 2) -> None:
+    policy, reward = Policy("fake"), Reward(zero)
+    prompts = Dataset([{"prompt": "a"}] * 5)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(5), n=2, max_new_tokens=5, late="drop", timeout_s=45.0)
+        policy.update(responses, reward.score(responses))
 
+
+def test_on_a_virtual_clock_the_long_group_is_dropped_when_its_time_is_up():
     costs = PlainCosts(DecodeCost(1.0, 0.25, 0.0, 1000), TrainCost(NOTHING, PassCost(0.0, 0.01, 0.0), 1.0))
     lengths = Given([[10, 10], [10, 10], [500, 20], [10, 10], [10, 10]])
     result = ran(patient, costs, lengths, simulated_cluster(), num_steps=1)
@@ -213,14 +214,6 @@ def test_on_a_virtual_clock_the_long_group_is_dropped_when_its_time_is_up():
 
 @pytest.mark.parametrize("placement", ["split", "time-shared"])
 def test_time_for_devices_and_weights_to_come_is_no_time_of_a_sample(placement):
-    @flow
-    def patient(num_steps: int = 2) -> None:
-        policy, reward = Policy("fake"), Reward(zero)
-        prompts = Dataset([{"prompt": "a"}] * 5)
-        for _ in steps(num_steps):
-            responses = policy.generate(prompts.take(5), n=2, max_new_tokens=5, late="drop", timeout_s=45.0)
-            policy.update(responses, reward.score(responses))
-
     decoding, training = DecodeCost(1.0, 0.25, 0.0, 1000), TrainCost(NOTHING, PassCost(0.0, 0.01, 0.0), 1.0)
     costs = PlainCosts(decoding, training, switching=Switch(20.0, 20.0), syncing_s=40.0)  # Ten tokens take 35 s.
     result = ran(patient, costs, Given([[10, 10]] * 5), simulated_cluster(placement), num_steps=2)
