@@ -377,6 +377,9 @@ def _accounted(scenario: Scenario, verdict: Verdict | None, took: Took) -> Itera
         if cause.name == "sync" and weights.probe == "always":
             what = "verify weights at the first sync alone: weights: {probe: first}"
             yield Suggestion(what, False, step_s, cause.share, {"weights": {"probe": "first"}}, is_simulated=False)
+        if cause.name == "sync" and weights.adapters == "added" and any(model.lora for model in scenario.models.values()):
+            what = "send adapters alone, which rollout engines add to weights that they keep: weights: {adapters: alone}"
+            yield Suggestion(what, False, step_s, cause.share, {"weights": {"adapters": "alone"}}, is_simulated=False)
 
 
 def _ordered(found: Sequence[Suggestion]) -> list[Suggestion]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from m2flow import SGD, Dataset, Policy, Reward, Sample, concat, flow, ppo_clip, steps
+from m2flow import SGD, Dataset, Lora, Policy, Reward, Sample, concat, flow, ppo_clip, steps
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.viewer.analysis import Analysis, analysis_of
@@ -24,7 +24,7 @@ DIGITS = Path(__file__).parents[2] / "flows" / "models" / "digits"
 
 SHAPES: dict[str, dict[str, int]] = {
     "digits": {},
-    "wide": {"hidden_size": 1024, "intermediate_size": 4096},  # Many weights to send, and few tokens to train on.
+    "wide": {"hidden_size": 1024, "intermediate_size": 4096},  # Many weights to send; with adapters, few to train.
     "deep": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 24},  # A token takes as long as many messages.
 }
 
@@ -74,8 +74,9 @@ def planted(
     longest: int = 0,
     shape: str = "digits",
     staleness: int = 0,
+    rank: int = 0,
 ) -> None:
-    policy, reward = Policy(model(shape), init="random"), Reward(JUDGES[judge])
+    policy, reward = Policy(model(shape), init="random", lora=Lora(rank) if rank else None), Reward(JUDGES[judge])
     prompts = Dataset.generate(question, num_steps * (batch + 1), seed=1)
     for _ in steps(num_steps):
         if fetch_s:  # On a busy machine a sleep of no time is one, too.
@@ -101,6 +102,8 @@ class Planted:
     """A pattern of what is suggested first."""
     options: dict[str, Any] = field(default_factory=dict)
     cluster: dict[str, dict[str, Any]] = field(default_factory=dict)
+    extra: str = ""
+    """A package that it needs, of an extra."""
 
 
 CASES = [
@@ -119,8 +122,9 @@ CASES = [
         "slow weight sync",
         ("sync",),
         r"weights: \{probe: first\}",
-        {"shape": "wide", "batch": 1, "n": 2, "tokens": 2},
-        {"weights": {"probe": "always"}},
+        {"shape": "wide", "rank": 2, "batch": 1, "n": 2, "tokens": 1},
+        {"weights": {"probe": "always", "adapters": "added"}},
+        extra="peft",
     ),
     Planted("slow dataset", ("program",), "rows before the run", {"fetch_s": 1.5}),
 ]

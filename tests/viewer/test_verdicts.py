@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import planted
 import pytest
@@ -13,8 +14,11 @@ from planted import CASES, Planted
 
 from m2flow.cli.analyze import _suggestions
 from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, Layout, PassCost, TrainCost
+from m2flow.recipe import Lora, Model
+from m2flow.spec import ClusterSpec
 from m2flow.viewer import suggestions
-from m2flow.viewer.suggestions import MoreCores, Suggestion, Suggestions, Took, suggestions_of
+from m2flow.viewer.analysis import Cause, Verdict
+from m2flow.viewer.suggestions import MoreCores, Suggestion, Suggestions, Took, _accounted, suggestions_of
 
 
 def test_what_the_simulation_does_not_explain_of_a_step_stays() -> None:
@@ -63,6 +67,8 @@ def test_what_changes_nothing_is_simulated_to_take_what_the_run_as_it_was_takes(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_planted_bottleneck_is_named_and_what_is_suggested_first_can_be_applied(case: Planted, tmp_path: Path) -> None:
+    if case.extra:
+        pytest.importorskip(case.extra)
     run_dir, before = planted.ran(dict(case.options), case.cluster, tmp_path)
     assert before.verdict.causes[0].name in case.causes, before.verdict
     assert before.verdict.causes[0].says in before.verdict.sentence
@@ -70,6 +76,17 @@ def test_a_planted_bottleneck_is_named_and_what_is_suggested_first_can_be_applie
     assert re.search(case.suggested, first.what), first
     after = planted.applied(case, first, tmp_path)
     assert len(after.steps) == len(before.steps)
+
+
+@pytest.mark.parametrize(("adapters", "lora", "is_suggested"), [("added", Lora(), True), ("alone", Lora(), False), ("added", None, False)])
+def test_adapters_alone_are_suggested_where_whole_weights_of_adapters_are_what_steps_wait_for(
+    adapters: str, lora: Lora | None, is_suggested: bool
+) -> None:
+    spec = ClusterSpec.model_validate({"weights": {"adapters": adapters}})
+    scenario = SimpleNamespace(spec=spec, models={"policy": Model("org/model", lora=lora)})
+    verdict = Verdict("", [Cause("sync", 1.0, 0.5, "")], 2.0, 3)
+    found = list(_accounted(scenario, verdict, Took(simulated_s=2.0, measured_s=2.0)))  # type: ignore[arg-type]
+    assert [one.cluster for one in found] == [{"weights": {"adapters": "alone"}}] * is_suggested
 
 
 def test_a_suggestion_says_of_which_time_its_gain_is_a_share() -> None:
