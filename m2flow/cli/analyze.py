@@ -91,8 +91,7 @@ def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, s
         if not Path(config.flow.partition(":")[0]).is_file():
             return None, f"its flow is {config.flow} in {config.directory}, which is not here"
         flow = load_flow(config.flow)
-        makespans_s = [step.makespan_s for step in analysis.steps]
-        return suggestions_of(run_dir, flow, recorded_options(flow, config.options), makespans_s, analysis.verdict), ""
+        return suggestions_of(run_dir, flow, recorded_options(flow, config.options), analysis), ""
     except M2FlowError as error:
         return None, str(error).partition("\n")[0]
 
@@ -104,9 +103,7 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
     lines = [f"{whole}, {analysis.efficiency:.0%} of the bound" if analysis.efficiency is not None else whole]
     if analysis.predicted_step_s is not None:
         note = f" ({analysis.prediction_note})" if analysis.prediction_note else ""
-        lines.append(
-            f"{_verb(analysis)}: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s{note}"
-        )
+        lines.append(f"{_verb(analysis)}: {analysis.predicted_step_s:,.2f} s a step; took {analysis.step_s:,.2f} s{note}")
     else:
         lines.append(f"what a step should take was not said: {analysis.prediction_note}")
     apart = [f"{analysis.setup_s:,.1f} s before the first step ({_setup(analysis)})"] * (analysis.setup_s > 0.05)
@@ -234,7 +231,8 @@ def _suggestions(suggestions: Suggestions) -> list[str]:
 def _calibration_note(suggestions: Suggestions) -> str:
     if suggestions.error is None:
         return "; how well that fits is not known, for none of its steps is whole"
-    return f"; these steps took {suggestions.measured_step_s:,.3f} s, so the simulation is off by {suggestions.error:+.0%}"
+    took = f"; its steps took {suggestions.measured_step_s:,.3f} s on average without evaluations"
+    return f"{took}, so the simulation is off by {suggestions.error:+.0%}"
 
 
 # ---- m2flow compare

@@ -37,6 +37,7 @@ predicted.
 from __future__ import annotations
 
 import contextlib
+import statistics
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -527,6 +528,12 @@ class Analysis(msgspec.Struct):
     """Why there is no prediction, or what it leaves out."""
     memory: list[WorkerMemory]
     """The peak memory of each worker."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of a step without evaluations, of all but the first, in which memory is allocated and code loaded; None: no step."""
+        own = [step.makespan_s - step.evaluation_s for step in self.steps]
+        return statistics.fmean(own[1:] or own) if own else None
 
 
 class _SimulatedStep(msgspec.Struct):

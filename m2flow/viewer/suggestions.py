@@ -2,16 +2,17 @@
 
     run directory, its flow, its Verdict --suggestions_of--> Suggestion ..., what leaves the mathematics alone first, then the fastest
 
-The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator. Its first steps are simulated as the run
-was placed and with one thing changed: another placement, older weights, more processes or more concurrency for functions, larger decode
-batches, rollout policies, more slots for tools or faster ones, and steps that end without their last samples, with their price. What is
-tried goes by what the steps wait for (`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more
-processes, and one that computes no more processes than there are cores. Alternatives are compared with the simulation of the run as it was,
-not with its clock, so that an error that both have cancels out. That error is measured by comparing the same simulation with the time that
-those steps really took: what the simulation does not explain of it is assumed to stay, and where that is much, suggestions are marked as
-doubtful. On a CPU an engine on more cores than the run gave it is assumed to be no faster: whether its operations are large enough to be
-shared, the run can't say. What the simulator has no cost for, the flow's own Python and a chosen weight transport, is taken from the
-critical path, and says so.
+The run's own constants and lengths (`m2flow.runner.probing.measured_run`) go into the simulator. Some steps are simulated as the run was
+placed and with one thing changed, without evaluations, of which the first steps may have more than others: another placement, older
+weights, more processes or more concurrency for functions, larger decode batches, rollout policies, more slots for tools or faster ones, and
+steps that end without their last samples, with their price. What is tried goes by what the steps wait for
+(`m2flow.viewer.analysis.verdict_of`): a function that waits gets more concurrency before more processes, and one that computes no more
+processes than there are cores. Alternatives are compared with the simulation of the run as it was, not with its clock, so that an error
+that both have cancels out. That error is measured by comparing the same simulation with what the run's steps took on average, all but the
+first one, in which memory is allocated and code loaded: what the simulation does not explain of that is assumed to stay, and where it is
+much, suggestions are marked as doubtful. On a CPU an engine on more cores than the run gave it is assumed to be no faster: whether its
+operations are large enough to be shared, the run can't say. What the simulator has no cost for, the flow's own Python and a chosen weight
+transport, is taken from the critical path, and says so.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from m2flow.planner.planning import read_prediction
 from m2flow.runner.probing import measured_run
 from m2flow.simulator.ablation import AS_PLANNED, AblatedCosts, Row, compare
 from m2flow.simulator.scenario import Outcome, Scenario, prepare, write_run
-from m2flow.simulator.simulation import Made
+from m2flow.simulator.simulation import Item, Left, Made, Waits
 from m2flow.simulator.simulation_report import StepReport
 from m2flow.spec import ClusterSpec
-from m2flow.viewer.analysis import CAUSES_OF_STEPS, Verdict, analysis_of
-from m2flow.viewer.run_trace import RunTrace, idle_of, read_plan_of
+from m2flow.viewer.analysis import Analysis, Verdict, analysis_of
+from m2flow.viewer.run_trace import KnownCall, RunTrace, evaluation_calls, idle_of, read_plan_of
 
 NUM_STEPS = 3
 """Number of steps that are simulated."""
@@ -92,9 +93,9 @@ class Suggestions(msgspec.Struct):
     """The suggestions for one run, and how well its simulation fits."""
 
     simulated_step_s: float
-    """Simulated seconds a step of the run as it was placed."""
+    """Simulated seconds a step of the run as it was placed, without evaluations."""
     measured_step_s: float | None
-    """Measured seconds of the same steps; None where the run has not finished them."""
+    """The same, measured: the mean of all its steps but the first; None where it has none."""
     error: float | None
     """Relative error of the simulation: at -0.3, its steps are 30% shorter than those of the run."""
     is_doubtful: bool
@@ -104,26 +105,24 @@ class Suggestions(msgspec.Struct):
     """The stages of the run as it was, simulated."""
 
 
-def suggestions_of(
-    run_dir: Path, flow: Flow, options: Mapping[str, object], makespans_s: Sequence[float], verdict: Verdict | None = None
-) -> Suggestions:
+def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], analysis: Analysis) -> Suggestions:
     """Simulate alternatives to a run, and return those that are faster.
 
     Args:
         options: the flow's options, as the run had them.
-        makespans_s: what the run's steps took, from the first on.
-        verdict: what its steps wait for; None: everything is tried.
+        analysis: the run's: what its steps took, and wait for.
     Raises:
         M2FlowError: the run has no trace of its engines, or its flow can't be simulated.
     """
     config, plan = read_config(run_dir), read_plan_of(run_dir)
     if plan is None:
         raise SpecError(f"{run_dir} has no plan", now="Give the directory of a run that was not eager.")
-    num_steps = min(NUM_STEPS, max(len(makespans_s), 1))
+    num_steps, verdict, measured_s = min(NUM_STEPS, max(len(analysis.steps), 1)), analysis.verdict, analysis.step_s
     with tempfile.TemporaryDirectory() as place:
         profile = Path(place) / "profile.json"
         measured_run(run_dir, flow, options).save(profile)
-        scenario = prepare(flow, options, config.cluster, lengths=str(run_dir), steps=num_steps, seed=config.settings.seed, profile=profile)
+        whole = prepare(flow, options, config.cluster, lengths=str(run_dir), steps=num_steps, seed=config.settings.seed, profile=profile)
+        scenario = without_evaluations(whole)
         rows = [row for row in compare(scenario, costs=_cautious(scenario, plan)) if row.placement != AS_PLANNED]
         staleness = scenario.program.staleness
         now = next((row for row in rows if (row.placement, row.staleness) == (plan.mode, staleness)), None)
@@ -132,7 +131,6 @@ def suggestions_of(
                 f"the plan of {run_dir} is {plan.mode}, which can't be simulated on {config.cluster.name}",
                 now="Simulate with the cluster spec that the run had.",
             )
-        measured_s = sum(makespans_s[:num_steps]) / num_steps if makespans_s else None
         took = Took(now.step_s, measured_s or now.step_s)
         found = [_of_row(row, now, took) for row in rows if not any(_does_as_well(other, row, now) for other in rows) and (row is not now)]
         for change in (*_spec_changes(scenario, plan, verdict), *_tool_changes(scenario, verdict)):
@@ -147,12 +145,37 @@ def suggestions_of(
                 priced = replace(change, what=f"{change.what}; {price_of(outcome.report.steps, as_it_was.report.steps)}")
                 found.append(priced.suggested(took.gain(_step_s(outcome)), took))
         found += _accounted(scenario, verdict, took)
-        stages = _stages(scenario, plan, read_prediction(run_dir, plan), Path(place) / "simulated", config.flow, options)
+        stages = _stages(whole, plan, read_prediction(run_dir, plan), Path(place) / "simulated", config.flow, options)
     better = _ordered(found)
     if measured_s is None:
         return Suggestions(now.step_s, None, None, True, better, stages)
     error = now.step_s / measured_s - 1
     return Suggestions(now.step_s, measured_s, error, abs(error) > DOUBTFUL, better, stages)
+
+
+def without_evaluations(scenario: Scenario) -> Scenario:
+    """Leave out the calls of a scenario's steps that only evaluate."""
+    program = scenario.program
+    known = {call.ordinal: _known(call) for call in program.graph.calls}
+    left_out = evaluation_calls(known)
+
+    def stays(item: Item) -> bool:
+        match item:
+            case Made(call):
+                return call.ordinal not in left_out
+            case Waits(call) | Left(call):
+                return call not in left_out
+        return True
+
+    graph = replace(program.graph, calls=tuple(call for call in program.graph.calls if call.ordinal not in left_out))
+    return replace(scenario, program=replace(program, items=tuple(filter(stays, program.items)), graph=graph))
+
+
+def _known(call: Call) -> KnownCall:
+    inputs = tuple((name, ref.call) for name, ref in call.inputs)
+    return KnownCall(
+        call.ordinal, call.step, call.name, str(call.site), inputs=inputs, effects=tuple(f"writes {one}" for one in call.writes)
+    )
 
 
 def _stages(
@@ -270,18 +293,18 @@ class _MoreAtOnce(AblatedCosts):
         return msgspec.structs.replace(super().function(call), concurrency=self._concurrency)
 
 
-def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> Iterator[_Change]:
-    """List variants of the spec with the same placement: those that help against what the steps wait for, or all of them."""
+def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict) -> Iterator[_Change]:
+    """List variants of the spec with the same placement: those that help against what the steps wait for."""
     spec = scenario.spec
-    waits_for = {cause.name for cause in verdict.causes} if verdict else set(CAUSES_OF_STEPS)
+    waits_for = {cause.name for cause in verdict.causes}
     if any(stage.engine == "function" for stage in plan.stages) and waits_for & {"reward", "waiting reward", "slow reward"}:
-        if verdict is None or "slow reward" not in waits_for:
+        computes = "slow reward" in waits_for
+        if not computes:
             for times in _MORE_AT_ONCE:
                 number = spec.functions.concurrency * times
                 where = "" if "waiting reward" in waits_for else ", if the functions wait rather than compute"
                 what = f"call functions on {number} samples at once in a process{where}: functions: {{concurrency: {number}}}"
                 yield _Change(what, scenario, {"functions": {"concurrency": number}}, partial(_MoreAtOnce, concurrency=number))
-        computes = verdict is not None and "slow reward" in waits_for
         now = sum(any(slot.kind == "function" for slot in worker.engines) for worker in plan.workers)
         for times in _MORE_PROCESSES:
             workers = now * times
@@ -305,10 +328,10 @@ def _spec_changes(scenario: Scenario, plan: Plan, verdict: Verdict | None) -> It
             yield _Change(what, scenario.on(spec.with_policy(_POLICY)), {"rollout": {"policy": names}})
 
 
-def _tool_changes(scenario: Scenario, verdict: Verdict | None) -> Iterator[_Change]:
+def _tool_changes(scenario: Scenario, verdict: Verdict) -> Iterator[_Change]:
     """List what helps episodes that wait for tools: more slots, and a faster tool where one takes most of the time."""
     tools = scenario.costs.episodes().tools
-    if not tools or (verdict is not None and not any(cause.name == "tool" for cause in verdict.causes)):
+    if not tools or not any(cause.name == "tool" for cause in verdict.causes):
         return
     for tool in (one for one in tools if one.slots and not one.shares_slots):
         more = msgspec.structs.replace(tool, slots=tool.slots * _LARGER)
@@ -330,9 +353,9 @@ def _tool_changes(scenario: Scenario, verdict: Verdict | None) -> Iterator[_Chan
         yield _Change(what, scenario, {}, faster, f"@tool {most.name}")
 
 
-def _flow_changes(scenario: Scenario, verdict: Verdict | None) -> Iterator[_Change]:
+def _flow_changes(scenario: Scenario, verdict: Verdict) -> Iterator[_Change]:
     """List the ways to end a step without its last samples, which change what is trained."""
-    if verdict is not None and not any(cause.name == "tail" for cause in verdict.causes):
+    if not any(cause.name == "tail" for cause in verdict.causes):
         return
     for late, said in (("drop", "drop the others"), ("carry", "let the others go on in the next step (partial rollouts)")):
         if late == "carry" and not scenario.program.staleness:
@@ -357,9 +380,9 @@ def _ending_early(scenario: Scenario, late: str) -> Scenario:
     return replace(scenario, program=replace(program, items=items, graph=graph))
 
 
-def _accounted(scenario: Scenario, verdict: Verdict | None, took: Took) -> Iterator[Suggestion]:
+def _accounted(scenario: Scenario, verdict: Verdict, took: Took) -> Iterator[Suggestion]:
     """List what the simulator has no cost for; the gain is what the critical path holds of it, at most."""
-    for cause in verdict.causes if verdict else ():
+    for cause in verdict.causes:
         step_s = took.less(cause.share)
         if cause.name == "program":
             what = f"make the rows before the run, or beside it in a thread: the flow's own Python takes {cause.seconds:,.2f} s a step"

@@ -278,9 +278,7 @@ def test_a_step_is_bounded_by_tools_whose_slots_are_limited(slotted_dir: Path) -
 
 
 def suggested(run_dir: Path, of: Flow) -> Suggestions:
-    found = analysed(run_dir)
-    rest_s = float(np.median([step.makespan_s for step in found.steps[1:]]))  # In the first one processes of functions start.
-    return suggestions_of(run_dir, of, {}, [rest_s] * len(found.steps), found.verdict)
+    return suggestions_of(run_dir, of, {}, analysed(run_dir))
 
 
 def test_a_run_with_slow_tools_is_simulated_as_it_was_and_a_faster_tool_is_suggested(run_dir: Path) -> None:

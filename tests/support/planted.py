@@ -155,5 +155,4 @@ def applied(case: Planted, first: Suggestion, runs: Path) -> Analysis:
 
 def first_suggestion(case: Planted, run_dir: Path, analysis: Analysis) -> Suggestion:
     """What is suggested first for a run of this case."""
-    makespans_s = [step.makespan_s for step in analysis.steps]
-    return suggestions_of(run_dir, planted, dict(case.options), makespans_s, analysis.verdict).found[0]
+    return suggestions_of(run_dir, planted, dict(case.options), analysis).found[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,16 @@ import pytest
 from cost_tables import PlainCosts
 from planted import CASES, Planted
 
+from m2flow import SGD, Dataset, Policy, Reward, evaluate, flow, ppo_clip, steps
 from m2flow.cli.analyze import _suggestions
 from m2flow.micro.protocol.cost_terms import DecodeCost, EngineId, Layout, PassCost, TrainCost
 from m2flow.recipe import Lora, Model
+from m2flow.simulator.scenario import prepare
+from m2flow.simulator.simulation import Made
 from m2flow.spec import ClusterSpec
 from m2flow.viewer import suggestions
 from m2flow.viewer.analysis import Cause, Verdict
-from m2flow.viewer.suggestions import MoreCores, Suggestion, Suggestions, Took, _accounted, suggestions_of
+from m2flow.viewer.suggestions import MoreCores, Suggestion, Suggestions, Took, _accounted, suggestions_of, without_evaluations
 
 
 def test_what_the_simulation_does_not_explain_of_a_step_stays() -> None:
@@ -58,10 +62,35 @@ def test_what_changes_nothing_is_simulated_to_take_what_the_run_as_it_was_takes(
     monkeypatch.setattr(suggestions, "_step_s", lambda outcome: simulated.append(step_s(outcome)) or simulated[-1])
     monkeypatch.setattr(suggestions, "_MORE_AT_ONCE", ())
     monkeypatch.setattr(suggestions, "_MORE_PROCESSES", ())
-    makespans_s = [step.makespan_s for step in analysis.steps]
-    found = suggestions_of(run_dir, planted.planted, {"num_steps": 2, "batch": 4}, makespans_s)
+    analysis.verdict = Verdict("", [Cause("generation", 1.0, 0.5, "")], 2.0, 2)
+    found = suggestions_of(run_dir, planted.planted, {"num_steps": 2, "batch": 4}, analysis)
     larger_batches, *_ = simulated  # Sixteen samples a step never fill the batches of the run.
     assert larger_batches == pytest.approx(found.simulated_step_s)
+    assert found.measured_step_s == analysis.steps[1].makespan_s, "in the first step memory is allocated, and code loaded"
+
+
+@flow
+def evaluated() -> None:
+    policy, reward = Policy(planted.DIGITS, init="random"), Reward(planted.quick)
+    rows = [{"prompt": f"{number}="} for number in range(24)]
+    prompts, heldout = Dataset(rows), Dataset(rows[:4], name="heldout")
+    for step in steps(3):
+        if step == 0:
+            evaluate(policy, heldout, score=reward, max_new_tokens=4)
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=4)
+        policy.update(responses, reward.score(responses), loss=ppo_clip(), optimizer=SGD(1e-6))
+
+
+def test_steps_are_simulated_without_evaluations_of_which_the_first_have_more_than_others() -> None:
+    whole = prepare(evaluated, {}, ClusterSpec(device="cpu", cores=2), steps=3)
+    scenario = without_evaluations(whole)
+    made = Counter((item.call.step, item.call.name) for item in scenario.program.items if isinstance(item, Made))
+    rounds = ("dataset.take", "policy.generate", "quick.score", "policy.update")
+    assert made - Counter([(0, "heldout.all")]) == {(step, name): 1 for step in range(3) for name in rounds}
+    assert len(scenario.program.graph.calls) < len(whole.program.graph.calls)
+    mine, as_it_was = (one.run(one.plan()).report.steps for one in (scenario, whole))
+    assert mine[0].makespan_s < as_it_was[0].makespan_s
+    assert without_evaluations(scenario).program.items == scenario.program.items
 
 
 @pytest.mark.slow
