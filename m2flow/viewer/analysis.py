@@ -509,6 +509,8 @@ class Analysis(msgspec.Struct):
     """What was worked on then."""
     evaluation_s: float
     """Seconds of all steps in which an evaluation was worked on, and nothing else."""
+    step_s: float | None
+    """Mean seconds of a step without evaluations, of all but the first, in which memory is allocated and code loaded; None: no step."""
     verdict: Verdict
     efficiency: float | None
     decode: str
@@ -528,12 +530,6 @@ class Analysis(msgspec.Struct):
     """Why there is no prediction, or what it leaves out."""
     memory: list[WorkerMemory]
     """The peak memory of each worker."""
-
-    @property
-    def step_s(self) -> float | None:
-        """Mean seconds of a step without evaluations, of all but the first, in which memory is allocated and code loaded; None: no step."""
-        own = [step.makespan_s - step.evaluation_s for step in self.steps]
-        return statistics.fmean(own[1:] or own) if own else None
 
 
 class _SimulatedStep(msgspec.Struct):
@@ -561,6 +557,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
         bounds = simulated[at] if at < len(simulated) else step_bounds(trace, step, known, None if simulated else decode)
         steps.append(_step(trace, step, devices, bounds, paths, behind.get(step.step, {}), _overlap(evaluations, step.start, step.end)))
     evaluation_s = sum(step.evaluation_s for step in steps)
+    own_s = [step.makespan_s - step.evaluation_s for step in steps]
     whole_s = sum(step.makespan_s for step in steps)
     bound_s = sum(max(step.bounds_s.values(), default=0.0) for step in steps)
     path = _summed_by_call([share for step in steps for share in step.path], whole_s)
@@ -584,6 +581,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
         setup_s=trace.seconds(trace.start, first),
         setup=_setup(trace, first),
         evaluation_s=evaluation_s,
+        step_s=statistics.fmean(own_s[1:] or own_s) if own_s else None,
         verdict=verdict_of(trace, steps, paths, decode),
         efficiency=min(bound_s / (whole_s - evaluation_s), 1.0) if whole_s > evaluation_s and bound_s else None,
         decode=_decode_text(decode) if not simulated else "the costs of the simulation",

@@ -24,7 +24,7 @@ export class SchedulePanel {
         el("h2", {}, "Where the time went"),
         el("dl", { class: "big" },
           figure(percent(analysis.efficiency) || "n/a", "of the lower bound", "The steps' lower bounds by what they took: at 100% no schedule could have been faster"),
-          last.length ? figure(seconds((analysis.makespan_s - analysis.evaluation_s) / last.length), "a step", "Without evaluations") : null,
+          last.length ? figure(seconds(analysis.step_s), "a step", "The mean of all but the first, without evaluations") : null,
           analysis.predicted_step_s ? figure(seconds(analysis.predicted_step_s), analysis.prediction_note ? "predicted" : "planned", analysis.prediction_note) : null),
         analysis.devices.map((one) => this.device(one.name, one.kinds, one.busy_s, one.idle_s))),
       analysis.path.length ? el("section", {}, el("h2", {}, "Critical path"), el("table", { class: "rows" }, el("tbody", {}, analysis.path.slice(0, 8).map((share) => this.path(share))))) : null,
