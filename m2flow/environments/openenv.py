@@ -1,7 +1,7 @@
 """Act in an environment that an OpenEnv server runs: a session for each episode, over a WebSocket.
 
     async with OpenEnv("http://host:8000", show=lambda seen: seen["board"], act=lambda text: {"move": text}) as env:
-        reward = await play(chat, env, seed=row.seed)
+        reward = await play(chat, env, seed=row.number)
 
     {"type": "reset", "data": {"seed": ...}} --> {"type": "observation", "data": {"observation": {...}, "reward": ..., "done": ...}}
     {"type": "step", "data": action}         --> the same

@@ -3,7 +3,7 @@
     @agent
     async def game(chat: Chat, row: Sample) -> dict[str, float]:
         players = {name: chat.conversation(name) for name in ("player_1", "player_2")}
-        return await play_by_turns(players, PettingZoo("classic/tictactoe-v3"), seed=row.seed)
+        return await play_by_turns(players, PettingZoo("classic/tictactoe-v3"), seed=row.number)
 
 What a player is shown is the next message of its conversation, and what the model says is its action. An environment's calls run on
 threads, so one that is slow delays no other episode; async ones are awaited. One that raises fails the episode, which then has no reward.

@@ -13,6 +13,7 @@ import pytest
 
 from m2flow.cli.main import cli
 from m2flow.macro.flow import load_flow
+from m2flow.macro.row_files import TAKEN
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -87,6 +88,12 @@ def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
 def test_python_in_a_document_compiles(document: Path) -> None:
     for number, block in enumerate(_blocks(document, "python")):
         compile(block, f"{document.name}, block {number}", "exec")
+
+
+@documents
+def test_a_column_of_a_row_in_an_example_is_one_that_rows_can_have(document: Path) -> None:
+    read = {name for block in _blocks(document, "python") for name in re.findall(r"\brow\.(\w+)", block)}
+    assert not read & TAKEN
 
 
 def test_the_loop_in_the_readme_is_the_one_in_the_flow() -> None:
