@@ -661,8 +661,9 @@ class Policy(BuiltInRole):
             allow_unsound: train also where the loss can't be right for samples of other weights than these; the plan shows it.
             correction: weigh tokens by the bounded ratio of the trainer's log-probabilities before the update to the rollout's.
         Returns:
-            means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports, and
-            `num_steps`. Without a row or a turn of the model there is no optimiser step (`num_skipped_steps`): they are nan.
+            means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports,
+            `groups_without_advantage` (the share of groups all of whose advantages are 0) and `num_steps`. Without a row or a turn of
+            the model there is no optimiser step (`num_skipped_steps`): they are nan.
         Raises:
             TraceError: the loss takes the samples for those of the current weights, which they need not be
             (`m2flow.macro.loss_declarations`).

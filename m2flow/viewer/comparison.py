@@ -102,9 +102,12 @@ class SetupCurve(msgspec.Struct):
 SECTIONS = ("learning", "stability", "mismatch", "lengths", "speed", "other")
 _ABOUT: tuple[tuple[str, MetricAbout], ...] = (
     (r"(setup/)?reward", MetricAbout("learning", "mean reward of the samples that the update trained on", "rises, then levels off")),
+    (r"reward_std", MetricAbout("learning", "standard deviation of these rewards")),
     (
-        r"reward_std",
-        MetricAbout("learning", "standard deviation of these rewards", "above 0: without spread there is nothing to learn", 1e-9),
+        r"groups_without_advantage",
+        MetricAbout(
+            "learning", "share of groups all of whose advantages are 0", "below 0.7: only the others say what is better", None, 0.7
+        ),
     ),
     (
         r"(eval/)?(accuracy|pass@\d+|maj@\d+|avg).*",

@@ -138,8 +138,8 @@ RULES = {
         "the gradient explodes", "bad", "grad_norm of a recent step above 10 times the median before", "docs/guide/schedule.md#alerts"
     ),
     "entropy": Rule("entropy has collapsed", "warn", "entropy below a tenth of that of the first steps", "docs/guide/flows-algorithms.md"),
-    "no variance": Rule(
-        "groups without variance", "warn", "in above 70% of recent groups all rewards are equal", "docs/guide/flows-algorithms.md"
+    "no advantage": Rule(
+        "groups without advantage", "warn", "in above 70% of recent groups all advantages are 0", "docs/guide/flows-algorithms.md"
     ),
     "truncated": Rule(
         "responses are cut off",
@@ -452,6 +452,9 @@ def _of_policy(series: Mapping[str, Sequence[tuple[int, float]]], line: str) -> 
         yield _alert("mismatch", f"{line}rollout_diff/mean {max(apart[-_RECENT:]):.3g} nats", "training")
     elif share and min(share[-_RECENT:]) < _LEAST_SHARE:
         yield _alert("mismatch", f"{line}effective_sample_share {min(share[-_RECENT:]):.3g}", "training")
+    flat = values("groups_without_advantage")[-_RECENT:]
+    if flat and statistics.fmean(flat) > _EQUAL:
+        yield _alert("no advantage", f"{line}groups_without_advantage {statistics.fmean(flat):.3g}", "training")
     lengths, rewards = values("response_length"), values("reward")
     if len(lengths) >= 2 * _RECENT and len(rewards) >= 2 * _RECENT:
         begun, now = statistics.fmean(lengths[:_RECENT]), statistics.fmean(lengths[-_RECENT:])
@@ -466,21 +469,11 @@ def _of_samples(run_dir: Path) -> Iterator[Alert]:
         return
     with contextlib.suppress(sqlite3.Error, SpecError), reading_ledger(run_dir) as db:
         rows = db.execute(
-            "SELECT samples.call, prompt, finish, (SELECT value FROM rewards WHERE sample = id ORDER BY call DESC LIMIT 1) FROM samples "
-            "WHERE samples.step > (SELECT coalesce(max(step), 0) FROM samples) - ? AND id IN (SELECT sample FROM consumption) "
-            "LIMIT 50000",
+            "SELECT finish FROM samples WHERE step > (SELECT coalesce(max(step), 0) FROM samples) - ? "
+            "AND id IN (SELECT sample FROM consumption) LIMIT 50000",
             (_RECENT,),
         ).fetchall()
-        groups: dict[tuple[int, int], set[float]] = {}
-        sizes: dict[tuple[int, int], int] = {}
-        for call, prompt, _, value in rows:
-            if value is not None:
-                groups.setdefault((call, prompt), set()).add(round(value, 9))
-                sizes[call, prompt] = sizes.get((call, prompt), 0) + 1
-        several = [len(values) == 1 for key, values in groups.items() if sizes[key] >= 2]
-        if len(several) >= 4 and sum(several) > _EQUAL * len(several):
-            yield _alert("no variance", f"{sum(several)} of the last {len(several)} groups give no gradient", "samples")
-        cut = sum(finish == Finish.LENGTH.value for _, _, finish, _ in rows)
+        cut = sum(finish == Finish.LENGTH.value for (finish,) in rows)
         if len(rows) >= 8 and cut > _CUT_OFF * len(rows):
             yield _alert("truncated", f"{cut} of the last {len(rows)} responses ({cut / len(rows):.0%})", "samples")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +19,7 @@ from one_thread import Images, SteppedRun, resumed
 from played_episodes import SPEC, begun, host, played, row_of, same, shout, stopped_row, whole
 from resumed_runs import fake_cluster
 
-from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, by_conversation, flow, gigpo, steps
+from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, by_conversation, flow, gigpo, log, steps
 from m2flow.agents.conversation import Conversation, Transcript
 from m2flow.agents.tools import EventLoop
 from m2flow.cli.main import cli
@@ -35,6 +36,7 @@ from m2flow.spec import RolloutSpec, RunSettings
 from m2flow.testing.fakes import FakeRollout
 from m2flow.testing.random_programs import ADVERSARIES, Dice, difference_of, make_cluster, make_policies, scheduled
 from m2flow.testing.world import run_eager, run_planned
+from m2flow.viewer.health import alerts_of
 from m2flow.viewer.sample_pages import sample_page
 
 pytest_plugins = ["small_runs"]
@@ -461,6 +463,29 @@ def test_samples_read_as_separate_conversations_in_the_terminal_and_in_the_viewe
     for one in page.conversations:
         assert page.kinds[one.start] == 0
         assert one.start == 0 or page.kinds[one.start - 1] != 0, "a prompt begins there"
+
+
+@agent
+async def one_wins(chat: Chat, row: Sample) -> dict[str, float]:
+    for name in ("black", "white"):
+        await chat.conversation(name).say(f"{name} {row.prompt}", max_tokens=4)
+    won = chat.rng.choice((1.0, -1.0))
+    return {"black": won, "white": -won}
+
+
+@flow
+def zero_sum() -> None:
+    policy, rows = Policy("fake"), Dataset([{"prompt": f"{i}?"} for i in range(6)])
+    episodes = policy.rollout(one_wins, rows.all(), n=6, max_tokens=20, max_conversations=3)
+    log(flat=policy.update(episodes, episodes.reward, advantages=by_conversation())["groups_without_advantage"])
+
+
+def test_groups_of_a_zero_sum_game_whose_conversations_differ_are_not_said_to_have_no_advantage(tmp_path):
+    run = SteppedRun(zero_sum, {}, fake_cluster("split"), RunSettings(runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [found for line in lines if (found := json.loads(line)["values"].get("flat")) is not None] == [0.0]
+    assert not [alert for alert in alerts_of(run.run_dir, None) if alert.title.startswith("groups without")]
 
 
 @agent

@@ -38,7 +38,7 @@ from m2flow.errors import OpError, OptionError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol.update_semantics import UpdateTally
 from m2flow.recipe import BatchAdvantage, GroupAdvantage
-from m2flow.samples import Batch, make_ids
+from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters, difference_of
 from m2flow.testing.world import run_eager, run_planned
@@ -470,6 +470,21 @@ def test_a_denominator_is_given_the_counts_of_the_whole_mini_batch_however_it_wa
     for sizes in ([[3, 4, 5]], [[3], [4], [5]], [[3, 4], [5]]):
         assert tally(sizes).denominator(declared) == 300.0
     assert set(seen) == {Counts(num_tokens=12, num_sequences=6, num_groups=3)}
+
+
+def test_groups_without_advantage_are_counted_once_however_they_come():
+    ids = make_ids(0, 4, 2)
+    numbers = np.array([0.0, 1e-17, 1.0, -1.0, 0.0, 0.0, 0.0, 2.0])
+    by_token = Ragged(np.repeat(numbers, 3), np.arange(0, 25, 3))
+    for column in (numbers, by_token):
+        whole = Batch(ids, {"advantages": column})
+        for cuts in ([ids], [ids[:3], ids[3:]], [ids[4:], ids[:4]]):
+            counted = UpdateTally()
+            for epoch in range(2):
+                for part in cuts:
+                    counted.add(Sums(len(part), 3 * len(part), 0, {}), whole.select(part), epoch=epoch)
+            assert counted.metrics()["groups_without_advantage"] == 0.5
+    assert "groups_without_advantage" not in tally([[3, 4]]).metrics()
 
 
 def test_counts_start_anew_with_each_mini_batch():

@@ -287,11 +287,13 @@ def test_the_rules_hold_for_each_line_that_trains_the_policy(tmp_path: Path) -> 
                 "update_2/rollout_diff/mean": 0.3,
                 "update_2/grad_norm": 40.0 if step >= 5 else 1.0,
                 "update_2/num_steps": float(step > 0),
+                "update_2/groups_without_advantage": 0.9,
             }
-            writer.write(step, {"rollout_diff/mean": 1e-6, "grad_norm": 1.0, "num_steps": 1.0, **apart})
+            writer.write(step, {"rollout_diff/mean": 1e-6, "grad_norm": 1.0, "num_steps": 1.0, "groups_without_advantage": 0.6, **apart})
     assert {alert.rule: alert.says for alert in alerts_of(tmp_path, None)} == {
         "mismatch": "update_2/rollout_diff/mean 0.3 nats",
         "gradient": "update_2/grad_norm 40, 40 times its median of 1",
+        "no advantage": "update_2/groups_without_advantage 0.9",
         "nothing trained": "an update of policy (update_2) in step 0",
     }
 

@@ -44,6 +44,8 @@ from m2flow.samples import ROUTED_EXPERTS, Batch, Column, IdArray, Ragged, Sampl
 
 _TARGETS = {"rewards": "reward", "reference": "reference_logprobs"}
 """Input of an update -> column under which a loss or a metric reads it; any other input has the column's name."""
+_ROUNDING = 1e-9
+"""What rounding may leave of the difference of two equal rewards."""
 
 
 def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
@@ -227,6 +229,8 @@ class UpdateTally:
         """In all mini-batches that ended, over all epochs."""
         self._sums: list[Sums] = []
         self._rewards: list[np.ndarray] = []
+        self._has_advantage: dict[int, bool] = {}
+        """By group, whether an advantage of its samples is not 0."""
         self._steps: list[Mapping[str, float]] = []
         self._num_skipped = 0
         self._losses: list[float] = []
@@ -234,8 +238,12 @@ class UpdateTally:
     def add(self, sums: Sums, batch: Batch, *, epoch: int) -> None:
         self._minibatch.append(sums)
         self._is_of_episodes = self._is_of_episodes and "episode" in batch
-        self._groups.update(group_keys(batch.ids).tolist())
+        groups = group_keys(batch.ids)
+        self._groups.update(groups.tolist())
         self._sums.append(sums)
+        if "advantages" in batch and epoch == 0:
+            for group, has in zip(groups.tolist(), _not_zero(batch["advantages"]), strict=True):
+                self._has_advantage[group] = has or self._has_advantage.get(group, False)
         if "reward" in batch and epoch == 0:
             rewards = np.array(batch.dense("reward"), np.float64)
             for row in np.flatnonzero(np.isnan(rewards)).tolist() if "failure" in batch else ():
@@ -330,4 +338,12 @@ class UpdateTally:
         if self._rewards:
             rewards = np.sort(np.concatenate(self._rewards))  # Sorted, since the last bit depends on the order of summation.
             result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+        if self._has_advantage:
+            result["groups_without_advantage"] = 1 - sum(self._has_advantage.values()) / len(self._has_advantage)
         return result
+
+
+def _not_zero(column: Column) -> list[bool]:
+    """Of each row, whether its number is not 0, or one of them; what rounding leaves of equal rewards counts as 0."""
+    numbers = (column.item(i) for i in range(len(column))) if isinstance(column, Ragged) else column
+    return [bool(np.any(np.abs(np.asarray(number, np.float64)) > _ROUNDING)) for number in numbers]

@@ -55,7 +55,7 @@ export class GroupPage {
         el("h2", {}, `Group ${page.call}/${page.prompt}`, page.evaluates ? el("span", { class: "tag" }, "evaluation") : null),
         el("span", { class: "quiet" }, `${page.name}, `, el("code", {}, page.site), `, step ${page.step} · ${count(page.members.length)} responses`, mean === null ? "" : ` · mean reward ${number(mean, 3)}, deviation ${number(spread, 3)}`),
         el("span", { class: "right actions" }, link(before, "← Before"), link(after, "Next →"), el("a", { class: "button", href: viewer.link("samples") }, "All samples"))),
-      spread === 0 && page.members.length > 1 ? el("p", { class: "notice warn" }, "All rewards are equal: this group gives no gradient.") : null,
+      spread === 0 && page.members.length > 1 ? el("p", { class: "notice warn" }, "All rewards are equal: nothing to learn from comparing them.") : null,
       el("div", { class: "asked" },
         el("section", {}, el("h3", {}, "Prompt"), el("div", { class: "tokens", tabindex: 0, role: "region", "aria-label": "Prompt" }, page.prompt_text)),
         Object.keys(page.columns).length ? el("section", {}, el("h3", {}, "From the dataset"), columnsOf(page.columns)) : null),
