@@ -242,8 +242,9 @@ class Summary:
     calls_failed: int
     """Failed calls whose errors the flow caught, and the calls that needed these."""
     reward_first: float | None
-    """Mean reward of the first update that had rewards; None: no update had any."""
+    """Mean reward of the first update that had rewards, of the role `policy` or else the first by name; None: no update had any."""
     reward_last: float | None
+    """That of the last update of the same role."""
     wall_s: float
     """Seconds from the first call to the last, without the start of workers; of a resumed run, since it was resumed."""
     tokens_per_s: float
@@ -731,6 +732,7 @@ class Run:
 
     def _sum_up(self, wall_s: float, digests: Mapping[str, str]) -> Summary:
         tally, recorded = self.tally, read_trace(self.run_dir)
+        rewards = tally.rewards.get("reward") or next((tally.rewards[name] for name in sorted(tally.rewards)), [])
         during = self._start_ns, self._start_ns + round(wall_s * 1e9)
         one = next(iter(digests.values())) if len(digests) == 1 else ""
         weights = one or hashlib.sha256("\n".join(f"{role} {d}" for role, d in sorted(digests.items())).encode()).hexdigest()
@@ -743,8 +745,8 @@ class Run:
             tokens=tally.num_tokens,
             left_out=read_left_out(self.run_dir),
             calls_failed=read_num_failed(self.run_dir),
-            reward_first=tally.rewards[0] if tally.rewards else None,
-            reward_last=tally.rewards[-1] if tally.rewards else None,
+            reward_first=rewards[0] if rewards else None,
+            reward_last=rewards[-1] if rewards else None,
             wall_s=round(wall_s, 3),
             tokens_per_s=round((tally.num_tokens - tally.tokens_before) / max(wall_s, 1e-9), 1),
             samples_per_s=round((tally.num_samples - tally.samples_before) / max(wall_s, 1e-9), 2),

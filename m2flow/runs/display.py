@@ -118,8 +118,7 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
         rows.append(("left out", ", ".join(f"{_count(number, 'sample')} {reason}" for reason, number in summary.left_out.items())))
     if summary.calls_failed:
         rows.append(("caught", f"{_count(summary.calls_failed, 'call')} failed, and the flow went on (ledger.db has each with its error)"))
-    if tally.rewards:
-        rows.append(("reward", f"{change_of(tally.rewards, '.3f')}  {_sparkline(console, tally.rewards)}"))
+    rows += [(name, f"{change_of(values, '.3f')}  {_sparkline(console, values)}") for name, values in tally.rewards.items()]
     rows += logged(tally)
     if tally.num_skipped:
         rows.append(("skipped", f"{_count(tally.num_skipped, 'optimiser step')} without a token to train on (num_steps in metrics.jsonl)"))
@@ -214,8 +213,8 @@ class Progress:
             done = Table.grid(padding=(0, 2))
             done.add_row(ProgressBar(update.of, update.done, width=30), self._update_pace.text(update, time.monotonic()))
             table.add_row("update", done)
-        if tally.rewards:
-            table.add_row("reward", Text(f"{tally.rewards[-1]:.3f}  {_sparkline(self._console, list(tally.rewards))}"))
+        for name, values in list(tally.rewards.items()):
+            table.add_row(Text(name), Text(f"{values[-1]:.3f}  {_sparkline(self._console, list(values))}"))
         for name, value in logged(tally):
             table.add_row(Text(name), Text(value))
         tokens_per_s, samples_per_s = self._rates.add(time.monotonic(), tally)
@@ -293,7 +292,7 @@ class Progress:
         parts = [f"{duration(time.monotonic() - self._started_s):>7}  step {tally.num_steps}{known}"]
         update = self._run.updating
         parts += [f"update {self._update_pace.text(update, time.monotonic())}"] if update is not None else []
-        parts += [f"reward {tally.rewards[-1]:.3f}"] if tally.rewards else []
+        parts += [f"{name} {values[-1]:.3f}" for name, values in list(tally.rewards.items())]
         parts += [f"{name} {value}" for name, value in logged(tally)]
         parts += [f"{_count(tally.num_skipped, 'optimiser step')} skipped"] if tally.num_skipped else []
         parts += [f"{rates[0]:,.0f} tokens/s", f"{rates[1]:,.1f} samples/s"]
@@ -395,11 +394,11 @@ def logged(tally: Tally) -> list[tuple[str, str]]:
     that there were.
     """
     logs, rows = dict(tally.logs), []
-    reward = f"{tally.rewards[-1]:.3f}" if tally.rewards else ""
+    shown = {f"{values[-1]:.3f}" for values in list(tally.rewards.values())}
     for name, value in logs.items():
         base = name.removesuffix(" low").removesuffix(" high")
         is_no_failure = "episodes/" in name and value == 0
-        if is_no_failure or (base != name and base in logs) or (name == "reward" and f"{value:.3f}" == reward):
+        if is_no_failure or (base != name and base in logs) or (name == "reward" and f"{value:.3f}" in shown):
             continue
         low, high = logs.get(f"{name} low"), logs.get(f"{name} high")
         rows.append((name, f"{value:.4g}" + ("" if low is None or high is None else f" ({low:.2g} to {high:.2g})")))
@@ -784,4 +783,6 @@ class NotebookProgress(Progress):
             rows.append(f"<code>{_text(short_example(prompt, response))}</code>")
         if self._is_stopping:
             rows.append(f"<b>{_text(stopping_text(None if is_over else update, 'once more'))}</b>")
-        return _framed([*(f"<div>{row}</div>" for row in rows), curve({"reward": list(enumerate(tally.rewards))})])
+        return _framed(
+            [*(f"<div>{row}</div>" for row in rows), curve({name: list(enumerate(values)) for name, values in list(tally.rewards.items())})]
+        )

@@ -641,8 +641,8 @@ def _named(pair: Pair) -> str:
 
 _LAST = 0.1
 """The last share of the steps, whose mean is what a run came to."""
-_LEARNED = ("reward", "accuracy", "entropy", "eval/")
-"""Metrics that say how a run learned, by name or beginning."""
+_LEARNED = re.compile(r"eval/.*|(?!setup/)(.*/)?(reward|accuracy|entropy)[^/]*")
+"""Names of metrics that say how a run learned, of whichever role."""
 
 
 class Learned(msgspec.Struct):
@@ -741,7 +741,7 @@ def learned(ones: Sequence[Path], others: Sequence[Path]) -> list[Learned]:
     """What the runs of both sides came to, in the metrics that say how they learned."""
     sides = [[read_metrics(path) for path in side] for side in (ones, others)]
     runs = [metrics for side in sides for metrics in side]
-    names = [name for name in runs[0] if name.startswith(_LEARNED) and all(name in metrics for metrics in runs)]
+    names = [name for name in runs[0] if _LEARNED.fullmatch(name) and all(name in metrics for metrics in runs)]
     found = []
     for name in names:
         values = [{step: value for step, value in metrics[name] if math.isfinite(value)} for metrics in runs]

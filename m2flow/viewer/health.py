@@ -423,15 +423,16 @@ def _of_metrics(series: Mapping[str, Sequence[tuple[int, float]]]) -> Iterator[A
             whose += f" ({line.removesuffix('/')})" if line else ""
             more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
             yield _alert("nothing trained", f"an update of {whose} in step {steps[0]}{more}", "training")
-    for line in sorted({split_line(name)[0] for name in series}):
-        yield from _of_policy(series, line)
+    of_updates = {name.removesuffix("num_steps") for name in untrained if not name.startswith("setup/")}
+    for line in sorted(of_updates | {split_line(name)[0] for name in series}):
+        yield from _of_line(series, line)
 
 
-def _of_policy(series: Mapping[str, Sequence[tuple[int, float]]], line: str) -> Iterator[Alert]:
-    """Look at what a line of the flow that trains the policy reports.
+def _of_line(series: Mapping[str, Sequence[tuple[int, float]]], line: str) -> Iterator[Alert]:
+    """Look at what a line of the flow that trains a role reports.
 
     Args:
-        line: what its metrics begin with, of another line than the first (`split_line`).
+        line: what its metrics begin with: its role if that is not `policy`, and `update_2` of another line than the first.
     """
 
     def values(name: str) -> list[float]:

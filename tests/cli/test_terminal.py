@@ -169,7 +169,9 @@ def test_a_run_in_one_process_says_how_far_it_has_loaded_its_models(tmp_path: Pa
 
 
 def test_an_evaluation_is_shown_with_its_interval_and_a_reward_that_is_shown_anyway_is_not_repeated() -> None:
-    tally = Tally(rewards=[0.25], logs={"eval/avg": 0.5, "eval/avg low": 0.41, "eval/avg high": 0.59, "reward": 0.25, "cut off low": 3.0})
+    tally = Tally(
+        rewards={"reward": [0.25]}, logs={"eval/avg": 0.5, "eval/avg low": 0.41, "eval/avg high": 0.59, "reward": 0.25, "cut off low": 3.0}
+    )
     assert logged(tally) == [("eval/avg", "0.5 (0.41 to 0.59)"), ("cut off low", "3")]
     tally.logs["reward"] = 0.75
     assert ("reward", "0.75") in logged(tally)
@@ -307,6 +309,6 @@ def test_the_summary_tells_the_reward_by_means_over_tenths(tmp_path: Path) -> No
     done = Summary(str(tmp_path), 40, 40, "", 24, 84, {}, 0, 0.3, 0.2, 0.4, 196.0, 55.9, {}, {}, 0, 0, "", "")
     console = Console(file=io.StringIO(), width=200)
     rewards = [0.3, 0.1, 0.1, 0.1, *[0.4] * 32, 0.7, 0.7, 0.8, 0.2]
-    show_summary(console, "noisy", done, Tally(num_steps=40, rewards=rewards))
+    show_summary(console, "noisy", done, Tally(num_steps=40, rewards={"reward": rewards}))
     assert re.search(r"reward +0\.150 -> 0\.600 \(means of the first and last 4 steps\)", console.file.getvalue())  # type: ignore[attr-defined]
     assert change_of([0.25, float("nan")]) == "0.25 -> 0.25 (first and last step)"

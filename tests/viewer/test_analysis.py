@@ -298,6 +298,18 @@ def test_the_rules_hold_for_each_line_that_trains_the_policy(tmp_path: Path) -> 
     }
 
 
+def test_the_rules_hold_for_each_role_that_is_trained(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(8):
+            apart = {"rollout_diff/mean": 0.3, "grad_norm": 40.0 if step >= 5 else 1.0, "groups_without_advantage": 0.9, "num_steps": 1.0}
+            writer.write(step, {f"actor/{name}": value for name, value in apart.items()})
+    assert {alert.rule: alert.says for alert in alerts_of(tmp_path, None)} == {
+        "mismatch": "actor/rollout_diff/mean 0.3 nats",
+        "gradient": "actor/grad_norm 40, 40 times its median of 1",
+        "no advantage": "actor/groups_without_advantage 0.9",
+    }
+
+
 @pytest.mark.parametrize(("last", "says"), [(3, ["3 of policy on rollout-0; rollout(..., timeout_s=...) ends such"]), (0, [])])
 def test_episodes_of_which_nothing_is_known_for_long_are_an_alert_as_long_as_there_are(last: int, says: list[str], tmp_path: Path) -> None:
     recorder = Recorder("rollout-0")

@@ -13,7 +13,7 @@ from m2flow.cli.main import cli
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import Recorder, SpanBlock
 from m2flow.samples import SampleId
-from m2flow.viewer.comparison import BUSY
+from m2flow.viewer.comparison import BUSY, learned
 
 MS = 1_000_000
 
@@ -55,6 +55,22 @@ def two(tmp_path: Path) -> Path:
     made(tmp_path / "slow", judged(7, num_steps=3, score_line="f.py:2"), batch=8, reward=0.25, num_steps=3)
     made(tmp_path / "quick", judged(2, num_steps=5, score_line="f.py:4"), batch=16, reward=0.5, num_steps=5)
     return tmp_path
+
+
+def test_what_a_role_of_another_name_learned_is_compared_too(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        with MetricsWriter(tmp_path / name, tensorboard=False) as writer:
+            for step in range(2):
+                values = {
+                    "actor/reward": 0.5,
+                    "actor/entropy": 1.0,
+                    "actor/loss": 0.1,
+                    "setup/actor/entropy": 2.0,
+                    "actor/lengths/sampled_reward": 0,
+                }
+                writer.write(step, values)
+    assert [one.name for one in learned([tmp_path / "one"], [tmp_path / "two"])] == ["actor/reward", "actor/entropy"]
 
 
 def compared(runs: Path, one: str, other: str) -> dict:  # type: ignore[type-arg]

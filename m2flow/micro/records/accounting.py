@@ -180,8 +180,9 @@ class Tally:
     """Steps done when the run was resumed, which `num_steps` includes; likewise `samples_before` and `tokens_before`."""
     samples_before: int = 0
     tokens_before: int = 0
-    rewards: list[float] = field(default_factory=list)
-    """Mean reward of each update in a step, in order; of lines that train one role in a step, of the one that reported it first."""
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    """Mean reward of each update in a step, in order, by the name of its metric, which tells roles apart; of lines that train one role in
+    a step, of the one that reported it first."""
     logs: dict[str, float] = field(default_factory=dict)
     """Last value of each logged name."""
     example: tuple[str, str] = ("", "")
@@ -199,7 +200,8 @@ class Tally:
 
     def rewarded(self, role: str, named: Mapping[str, float]) -> None:
         """Add the reward of an update, by the names of its metrics (`MetricNames`), unless another line's counts."""
-        self.rewards += [named[name] for name in ("reward", f"{role}/reward") if name in named]
+        for name in {"reward", f"{role}/reward"} & named.keys():
+            self.rewards.setdefault(name, []).append(named[name])
 
     def updated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Count an update that is over."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import sqlite3
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from fake_clusters import FAKES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_thread import commit_every, imaged, resumed
+from rich.console import Console
 
 from m2flow import Dataset, Policy, Reward, flow, nll, steps
 from m2flow.errors import EngineError, InternalError
+from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro.records.journal import Journal
@@ -24,6 +27,7 @@ from m2flow.micro.records.segments import SegmentWriter
 from m2flow.observe.metrics import read_metrics
 from m2flow.observe.spans import SpanBlock
 from m2flow.runner.run import Run
+from m2flow.runs.display import show_summary
 from m2flow.samples import Batch, Ragged, Segment, make_ids
 from m2flow.spec import RunSettings
 
@@ -296,10 +300,36 @@ def test_the_reward_of_a_step_is_that_of_the_line_that_reports_it_first(tmp_path
     assert (done.reward_first, done.reward_last) == (told["reward"][0][1], told["reward"][-1][1])
 
 
-def test_the_rewards_of_a_resumed_run_are_of_that_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@flow
+def _rivals() -> None:
+    one, two = (Policy("fake", name=name) for name in ("one", "two"))
+    judge, prompts = Reward(lambda s: float(s.num_tokens), name="judge"), Dataset([{"prompt": "a"}] * 9)
+    for _ in steps(3):
+        responses = one.generate(prompts.take(3), n=2, max_new_tokens=8)
+        rewards = judge.score(responses)
+        one.update(responses, rewards)
+        answers = two.generate(responses, max_new_tokens=8)
+        two.update(answers, -100 - judge.score(answers), advantages="reinforce_pp")
+
+
+def test_rewards_of_several_policies_are_told_apart(tmp_path: Path) -> None:
+    run = Run(_rivals, {}, FAKES, RunSettings(runs_dir=str(tmp_path)))
+    done = run.execute()
+    told = {name: [reward for _, reward in read_metrics(done.run_dir)[name]] for name in ("one/reward", "two/reward")}
+    assert run.tally.rewards == told
+    assert (done.reward_first, done.reward_last) == (told["one/reward"][0], told["one/reward"][-1])
+    shown = StringIO()
+    show_summary(Console(file=shown, width=200), "rivals", done, run.tally)
+    assert [line.split()[:2] for line in shown.getvalue().splitlines() if "/reward" in line] == [
+        [name, f"{rewards[0]:.3f}"] for name, rewards in told.items()
+    ]
+
+
+@pytest.mark.parametrize("trained", [_trained_twice, _rivals])
+def test_the_rewards_of_a_resumed_run_are_of_that_line_too(trained: Flow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit_every(monkeypatch, 0.0)
     settings = RunSettings(runs_dir=str(tmp_path / "runs"))
-    whole, images = imaged(_trained_twice, {}, FAKES, settings, tmp_path / "images", most=24)
+    whole, images = imaged(trained, {}, FAKES, settings, tmp_path / "images", most=24)
     for image in images.paths[-3:]:
-        again = resumed(_trained_twice, {}, FAKES, settings, image)
+        again = resumed(trained, {}, FAKES, settings, image)
         assert (again.reward_first, again.reward_last) == (whole.reward_first, whole.reward_last)
