@@ -857,7 +857,7 @@ def _rank(cause: Cause) -> float:
 
 
 def _sentence(causes: Sequence[Cause], step_s: float, steps: Sequence[StepAnalysis]) -> str:
-    head = f"A step takes {step_s:,.3g} s"
+    head = f"A step{' without its evaluations' if any(step.evaluation_s > 0 for step in steps) else ''} takes {step_s:,.3g} s"
     bounds = [max(step.bounds_s.values(), default=0.0) for step in steps]
     share = sum(bounds) / max(sum(step.makespan_s - step.evaluation_s for step in steps), 1e-9)
     if not causes:

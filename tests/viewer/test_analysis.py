@@ -220,6 +220,7 @@ def test_evaluations_and_what_comes_before_the_loop_are_accounted_apart(tmp_path
     idle = {one.name: one.idle_s for one in analysis.devices}
     assert idle["train-0"] == pytest.approx({"evaluation": 0.01, "rollout": 0.01})
     assert analysis.verdict.step_s == pytest.approx(0.015)
+    assert analysis.verdict.sentence.startswith("A step without its evaluations takes 0.015 s, ")
     assert {cause.name: round(cause.share, 3) for cause in analysis.verdict.causes} == {"generation": 0.667, "training": 0.333}
 
 
