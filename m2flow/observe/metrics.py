@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, final
@@ -295,6 +295,18 @@ def split_line(name: str) -> tuple[str, str]:
     return ("", name) if line is None else (line[0], name.replace(line[0], "", 1))
 
 
+def reward_names(names: Iterable[str]) -> list[str]:
+    """The rewards of the roles that a flow trains, the policy's first.
+
+    >>> reward_names(["loss", "solver/reward", "eval/reward", "critic/update_2/reward", "reward"])
+    ['reward', 'solver/reward']
+    """
+    return sorted((name for name in names if _REWARD_NAME.fullmatch(name)), key=lambda name: (name != "reward", name))
+
+
+_REWARD_NAME = re.compile(r"(?!setup/|eval/|update_)([^/]+/)?reward")
+
+
 def metrics_path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "metrics.jsonl"
 
@@ -302,13 +314,13 @@ def metrics_path(run_dir: str | Path) -> Path:
 Points = Sequence[tuple[int, float]]
 
 _INK, _QUIET, _GRID = "#1f2328", "#656d76", "#e4e7eb"
-_REWARD = "#0072b2"
+_REWARDS = ("#0072b2", "#56b4e9", "#5b4b8a")
 _EVALUATIONS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00")
 """Okabe and Ito's colours: they stay apart for colour-blind readers."""
 
 
 def write_curve(run_dir: str | Path, path: str | Path, *, title: str | None = None) -> None:
-    """Draw `reward` and every `eval/*` (and `accuracy`) of a run's metrics to `path`, as its suffix says (.svg or .png).
+    """Draw the rewards of what a run trains and every `eval/*` (and `accuracy`) to `path`, as its suffix says (.svg or .png).
 
     Rewards and evaluations share an axis if all lie in [0, 1]; else evaluations get a panel of their own. The title is the flow's
     name, from the name of the run directory, unless given. A run without these metrics gets a picture that says so.
@@ -317,11 +329,11 @@ def write_curve(run_dir: str | Path, path: str | Path, *, title: str | None = No
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     metrics = read_metrics(run_dir)
-    reward = _finite(metrics.get("reward", []))
+    rewards = {name: points for name in reward_names(metrics) if (points := _finite(metrics[name]))}
     evaluations = {name: _finite(points) for name, points in sorted(metrics.items()) if name.startswith("eval/") or name == "accuracy"}
     evaluations = {name: points for name, points in evaluations.items() if points}
-    values = [value for points in (reward, *evaluations.values()) for _, value in points]
-    is_shared = all(0 <= value <= 1 for value in values) or not (reward and evaluations)
+    values = [value for points in (*rewards.values(), *evaluations.values()) for _, value in points]
+    is_shared = all(0 <= value <= 1 for value in values) or not (rewards and evaluations)
     style = {"font.family": "sans-serif", "font.size": 9.5, "svg.hashsalt": "m2flow", "svg.fonttype": "none", "text.parse_math": False}
     with rc_context(style):
         height = 3.6 if is_shared else 5.2
@@ -329,8 +341,8 @@ def write_curve(run_dir: str | Path, path: str | Path, *, title: str | None = No
         # A layout that matplotlib computes takes twice as long as all else, at the end of each run.
         figure.subplots_adjust(left=0.1, right=0.96, bottom=0.45 / height, top=1 - 0.4 / height, hspace=0.15)
         axes = figure.subplots(1 if is_shared else 2, 1, sharex=True, squeeze=False)[:, 0]
-        if reward:
-            _draw_reward(axes[0], reward)
+        for (name, points), colour in zip(rewards.items(), _REWARDS * len(rewards), strict=False):
+            _draw_reward(axes[0], name, points, colour)
         for (name, points), colour in zip(evaluations.items(), _EVALUATIONS * len(evaluations), strict=False):
             _draw_evaluation(axes[-1], name, points, colour)
         for panel in axes:
@@ -343,14 +355,14 @@ def write_curve(run_dir: str | Path, path: str | Path, *, title: str | None = No
         figure.savefig(path, metadata=metadata)
 
 
-def _draw_reward(axes: Any, points: Points) -> None:
+def _draw_reward(axes: Any, name: str, points: Points, colour: str) -> None:
     steps, values = zip(*points, strict=True)
     is_long = len(points) > 20
-    axes.plot(steps, values, color=_REWARD, alpha=0.3 if is_long else 1, linewidth=1, label=None if is_long else "reward of samples")
+    axes.plot(steps, values, color=colour, alpha=0.3 if is_long else 1, linewidth=1, label=None if is_long else f"{name} of samples")
     if is_long:
-        axes.plot(steps, _smooth(values), color=_REWARD, linewidth=1.8, label="reward of samples (mean of nearby steps)")
+        axes.plot(steps, _smooth(values), color=colour, linewidth=1.8, label=f"{name} of samples (mean of nearby steps)")
     if len(points) == 1:
-        axes.plot(steps, values, "o", color=_REWARD, markersize=4)
+        axes.plot(steps, values, "o", color=colour, markersize=4)
 
 
 def _draw_evaluation(axes: Any, name: str, points: Points, colour: str) -> None:

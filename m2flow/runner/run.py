@@ -80,7 +80,7 @@ from m2flow.micro.worker.eager_executor import EagerExecutor
 from m2flow.micro.worker.fork_server import end_unneeded
 from m2flow.micro.worker.telemetry import channels_of
 from m2flow.observe.forwarding import Forwarding, destinations, has_tensorboard
-from m2flow.observe.metrics import write_curve
+from m2flow.observe.metrics import reward_names, write_curve
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.spans import busy_seconds
 from m2flow.observe.store import read_trace, to_otel
@@ -732,7 +732,7 @@ class Run:
 
     def _sum_up(self, wall_s: float, digests: Mapping[str, str]) -> Summary:
         tally, recorded = self.tally, read_trace(self.run_dir)
-        rewards = tally.rewards.get("reward") or next((tally.rewards[name] for name in sorted(tally.rewards)), [])
+        rewards = next((tally.rewards[name] for name in reward_names(tally.rewards)), [])
         during = self._start_ns, self._start_ns + round(wall_s * 1e9)
         one = next(iter(digests.values())) if len(digests) == 1 else ""
         weights = one or hashlib.sha256("\n".join(f"{role} {d}" for role, d in sorted(digests.items())).encode()).hexdigest()

@@ -553,6 +553,7 @@ def _size(run_dir: Path) -> int:
 _REFRESH_S = 0.5
 _WIDTH, _HEIGHT = 560, 150
 _MOST_TOKENS = 240
+_OTHERS = ("#56b4e9", "#cc79a7", "#e69f00")
 _COLOURS = {"reward": "#0072b2", "accuracy": "#d55e00", "eval/accuracy": "#d55e00", "entropy": "#009e73"}
 _DIM = "opacity:.65"
 
@@ -567,7 +568,7 @@ def in_a_line(run: Run) -> str:
     except M2FlowError:
         return "no ledger"
     from m2flow.micro.records.rundir import reading_ledger
-    from m2flow.observe.metrics import read_metrics
+    from m2flow.observe.metrics import read_metrics, reward_names
 
     metrics = read_metrics(run.path)
     with reading_ledger(run.path, "calls") as db:
@@ -575,18 +576,18 @@ def in_a_line(run: Run) -> str:
     parts.append(f"{steps} step{'' if steps == 1 else 's'}")
     if run.summary is not None:
         parts.append(f"{run.summary.samples:,} samples")
-    reward = [value for _, value in metrics.get("reward", []) if math.isfinite(value)]
-    if reward:
-        parts.append(f"reward {change_of(reward)}")
+    for name in reward_names(metrics):
+        values = [value for _, value in metrics[name] if math.isfinite(value)]
+        parts += [f"{name} {change_of(values)}"] if values else []
     return ", ".join(parts)
 
 
 def run_html(run: Run) -> str:
     """Draw a run: how it stands, its curve, the verdict on its time, and its best and worst last samples with their tokens coloured."""
-    from m2flow.observe.metrics import read_metrics
+    from m2flow.observe.metrics import read_metrics, reward_names
 
     metrics = read_metrics(run.path)
-    lines = {name: metrics[name] for name in _COLOURS if name in metrics}
+    lines = {name: metrics[name] for name in dict.fromkeys((*reward_names(metrics), *_COLOURS)) if name in metrics}
     said = [f"<b>{_text(run.path.name)}</b> <span style='{_DIM}'>{_text(in_a_line(run))}</span>"]
     options = run.config.get("options", {})
     if options:
@@ -679,13 +680,15 @@ def curve(lines: dict[str, list[tuple[int, float]]]) -> str:
     low, high = min(*values, 0.0), max(*values, 1.0 if max(values) > 0.2 and max(values) <= 1 else max(values))
     left, right = min(steps), max(steps)
     drawn = []
+    others = [name for name in points if name not in _COLOURS]
+    colours = _COLOURS | dict(zip(others, _OTHERS * len(others), strict=False))
     for name, of in points.items():
         path = " ".join(
             f"{_scaled(step, left, right, 36, _WIDTH - 8):.1f},{_scaled(value, low, high, _HEIGHT - 18, 8):.1f}" for step, value in of
         )
-        drawn.append(f"<polyline points='{path}' fill='none' stroke='{_COLOURS.get(name, '#cc79a7')}' stroke-width='1.6'/>")
+        drawn.append(f"<polyline points='{path}' fill='none' stroke='{colours[name]}' stroke-width='1.6'/>")
     labels = [
-        f"<text x='{40 + 110 * at}' y='{_HEIGHT - 4}' fill='{_COLOURS.get(name, '#cc79a7')}'>{_text(name)} {of[-1][1]:.3g}</text>"
+        f"<text x='{40 + 110 * at}' y='{_HEIGHT - 4}' fill='{colours[name]}'>{_text(name)} {of[-1][1]:.3g}</text>"
         for at, (name, of) in enumerate(points.items())
     ]
     axis = "".join(

@@ -58,7 +58,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from m2flow.errors import InternalError, M2FlowError, OptionError, SpecError
-from m2flow.observe.metrics import metrics_path
+from m2flow.observe.metrics import metrics_path, reward_names
 from m2flow.samples import SampleId
 from m2flow.viewer.comparison import read_series
 from m2flow.viewer.health import State, state_of
@@ -193,7 +193,7 @@ def _number_in(config: dict[str, object], part: str, name: str) -> int | None:
 def _outcome_of(path: Path) -> dict[str, Any]:
     """Read what a run has come to from its metrics."""
     told = read_series(path)
-    rewards = [value for value in told.series["reward"].values if value is not None] if "reward" in told.series else []
+    rewards = [value for name in reward_names(told.series)[:1] for value in told.series[name].values if value is not None]
     evaluated = next((name for name in ("accuracy", *sorted(told.series)) if name in told.series and _EVALUATED.fullmatch(name)), None)
     accuracy = [value for value in told.series[evaluated].values if value is not None] if evaluated else []
     times = [value for value in told.time_s.values if value is not None]

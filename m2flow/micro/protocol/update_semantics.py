@@ -345,5 +345,9 @@ class UpdateTally:
 
 def _not_zero(column: Column) -> list[bool]:
     """Of each row, whether its number is not 0, or one of them; what rounding leaves of equal rewards counts as 0."""
-    numbers = (column.item(i) for i in range(len(column))) if isinstance(column, Ragged) else column
-    return [bool(np.any(np.abs(np.asarray(number, np.float64)) > _ROUNDING)) for number in numbers]
+    values = column.values if isinstance(column, Ragged) else column
+    found = np.abs(np.asarray(values, np.float64)) > _ROUNDING
+    if isinstance(column, Ragged):
+        before = np.append(0, np.cumsum(found))
+        found = before[column.offsets[1:]] > before[column.offsets[:-1]]
+    return [bool(one) for one in found]
