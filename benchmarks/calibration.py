@@ -8,7 +8,7 @@ Layouts are those of the run, and no search takes part. A step is the sum of its
 the time in which a colocated server wakes up, and the rest of a step. Lengths are lognormal with the published mean; the longest sample
 reaches the limit. `rankings` compares runs of the same step co-located and split: by which factor the latter is faster, as measured and as
 predicted; of PPO, whose batch and lengths are not published, it searches both for a range of these. The last lines are the median of
-|log(predicted / measured)| and the worst row of whole steps.
+|log(predicted / measured)| and the worst row of whole steps: of those that constants are fitted to, and of `validation`, to which none is.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
 
 ROWS = Path(__file__).with_name("published_runs.yaml")
 _MOST_RUNNING = 256
+_A_NODE = {"gb200": 64}
+"""Devices that a run's links connect, other than 8."""
 _NEMO_WAKES = ("generate", "forward", "update", "sync")
 
 
@@ -61,7 +63,8 @@ class Reaching(Draws):
 
 
 def pool_of(row: dict[str, Any], num_devices: int, costs: Path | None) -> Pool:
-    shape = {"nodes": max(1, num_devices // 8), "devices_per_node": min(8, num_devices)}
+    most = _A_NODE.get(row["device"], 8)
+    shape = {"nodes": max(1, num_devices // most), "devices_per_node": min(most, num_devices)}
     engines = {"rollout": RolloutSpec(engine="vllm"), "train": TrainSpec(engine="deepspeed")}
     spec = ClusterSpec(pools={"main": PoolSpec(device=row["device"], **shape)}, **engines)  # type: ignore[arg-type]
     from m2flow.planner import pools
@@ -119,7 +122,7 @@ def step_of(row: dict[str, Any], costs: Path | None) -> dict[str, float]:
         "generate": float(batch.rollout_s(ways)[0]),
         "forward": row["passes"] * pass_s(cost.forward, layout, tokens, squares, row["budget"]),
         "update": update,
-        "sync": sync_s(shape.weight_bytes, (pool, layout), (pool, rollout), is_same_devices=not is_async)
+        "sync": sync_s(shape.weight_bytes, shape.num_matrices, (pool, layout), (pool, rollout), is_same_devices=not is_async)
         + (0 if is_async else pool.attained.rollout.wake_s.value),
     }
     trained = found["forward"] + found["update"]
@@ -206,16 +209,22 @@ def decoding_of(row: dict[str, Any], costs: Path | None) -> float:
 def sync_of(row: dict[str, Any], costs: Path | None) -> float:
     shape, pool = shape_named(row["model"]), pool_of(row, row["gpus"], costs)
     ends = (pool, Layout(**row["layout"])), (pool, Layout(tp=row["tp"], dp=row["dp"]))
-    seconds = sync_s(shape.weight_bytes, *ends, is_same_devices=row["is_same_devices"])
+    seconds = sync_s(shape.weight_bytes, shape.num_matrices, *ends, is_same_devices=row["is_same_devices"])
     return (seconds + row["is_same_devices"] * pool.attained.rollout.wake_s.value) / float(row["seconds"])
+
+
+def steps_compared(rows: dict[str, Any], costs: Path | None = None) -> dict[str, dict[str, float]]:
+    """Predicted over measured of whole steps: row -> part -> ratio."""
+    found = {}
+    for name, row in rows.items():
+        predicted, measured = step_of(row, costs), row["measured"]
+        found[name] = {part: predicted[part] / measured[part] for part in predicted if part in measured}
+    return found
 
 
 def compared(rows: dict[str, Any], costs: Path | None = None) -> dict[str, dict[str, float]]:
     """Predicted over measured: row -> part -> ratio."""
-    found: dict[str, dict[str, float]] = {}
-    for name, row in rows["steps"].items():
-        predicted, measured = step_of(row, costs), row["measured"]
-        found[name] = {part: predicted[part] / measured[part] for part in predicted if part in measured}
+    found = steps_compared(rows["steps"], costs)
     for kind, of in (("training", training_of), ("decoding", decoding_of), ("syncs", sync_of)):
         found |= {name: {kind: of(row, costs)} for name, row in rows[kind].items()}
     return found
@@ -229,9 +238,8 @@ def summary(found: dict[str, dict[str, float]]) -> dict[str, Any]:
     def median(ratios: list[float]) -> float:
         return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in ratios))
 
-    return {"median_error_of_steps": median(list(steps.values())), "worst_step": worst, "worst_ratio": steps[worst]} | {
-        "median_error_of_parts": median(every)
-    }
+    of_parts = {"median_error_of_parts": median(every)} if every else {}
+    return {"median_error_of_steps": median(list(steps.values())), "worst_step": worst, "worst_ratio": steps[worst]} | of_parts
 
 
 def main() -> None:
@@ -241,14 +249,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     rows = yaml.safe_load(arguments.rows.read_text())
-    found = compared(rows, arguments.costs)
+    found, held_out = compared(rows, arguments.costs), steps_compared(rows.get("validation", {}), arguments.costs)
+    of_held_out = {"validation": summary(held_out)} if held_out else {}
     ranked = {name: ranking_of(row, rows["steps"], arguments.costs) for name, row in rows.get("rankings", {}).items()}
     if arguments.json:
-        print(json.dumps({"ratios": found, "rankings": ranked, **summary(found)}))
+        print(json.dumps({"ratios": found | held_out, "rankings": ranked, **summary(found), **of_held_out}))
         return
     print("predicted / measured")
-    for name, parts in found.items():
-        print(f"  {name:18} " + "  ".join(f"{part} {ratio:5.2f}" for part, ratio in parts.items()))
+    for name, parts in (found | held_out).items():
+        print(f"  {name:30} " + "  ".join(f"{part} {ratio:5.2f}" for part, ratio in parts.items()))
     print("co-located / split")
     for name, ranking in ranked.items():
         each = (
@@ -261,7 +270,7 @@ def main() -> None:
         print(f"  {name:40} " + "  ".join(each) + (f"  not predicted: {ranking['why']}" if "why" in ranking else ""))
     for name, why in rows.get("left_out", {}).items():
         print(f"  {name:18} left out: {why}")
-    print(msgspec.json.encode(summary(found)).decode())
+    print(msgspec.json.encode(summary(found) | of_held_out).decode())
 
 
 if __name__ == "__main__":

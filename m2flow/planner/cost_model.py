@@ -10,14 +10,14 @@ activations that a decoder layer keeps for its backward pass. What allocators wa
 
 Decoding (`decode_cost`): step(b) = step_s + b sample_s for a batch of b samples,
 
-    step_s   = weights read / (tp * MBU * bandwidth) + launch + host + layers * (gap + 2 all-reduces)
-    sample_s = max(cache read at the mean context / (its shards * MBU * bandwidth), attention / (tp * MFU * peak))
+    step_s   = weights read / (tp * MBU * bandwidth) + launch + host + layers * (gap + 2 all-reduces, routing to experts)
+    sample_s = max(cache read at the mean context / (its shards * MBU * bandwidth), attention / (tp * MFU * peak)) + weights it adds
                + what the largest batch computes longer than it reads weights, over that batch + host + bytes of the all-reduces
 
 since computing overlaps with reading; the line meets max(reading, computing) of the weights at the smallest and at the largest batch.
 
 With pp stages, as many batches are in flight, one in each stage. Limit: the weights that a mixture of experts reads grow with the batch
-until all experts are hit. The line takes those hit by a batch of the mean size, so a single sample's step is too slow in it.
+until all experts are hit. The line takes those hit by the largest batch and by a quarter of it: a single sample's step is too slow in it.
 
 Training (`train_cost`):
 
@@ -220,9 +220,10 @@ def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, m
     """The decode cost of one instance that runs up to `max_running` samples at once."""
     device, tp, host = pool.device, layout.tp, pool.attained.rollout
     flops = device.decode_mfu * device.flops(shape.bytes_each)
-    read_s = _weights_s(shape, pool, layout, max_running)
+    fixed_s, more_s = (num / (tp * pool.decode_bytes_s) for num in _weights_line(shape, max_running))
     step_s = (
-        read_s
+        fixed_s
+        + (shape.num_layers - shape.num_dense_layers) * host.expert_layer_s.value
         + device.launch_s
         + host.host_step_s.value
         + shape.num_layers * (device.layer_s + 2 * pool.latency_s(tp))
@@ -233,19 +234,20 @@ def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, m
     reduced_s = _reduced_s(shape, pool, layout)
     sample_s = (
         max(kv_token_bytes(shape, layout) * layout.pp * extent.context / pool.decode_bytes_s, attention_s)
-        + max(0.0, shape.token_flops * imbalance / (tp * flops) - read_s / max_running)
+        + max(0.0, shape.token_flops * imbalance / (tp * flops) - fixed_s / max_running - more_s)
         + reduced_s
-    ) / layout.pp + host.host_sample_s.value
+    ) / layout.pp + (more_s + host.host_sample_s.value)
     prefill = shape.token_flops * imbalance + shape.attention_flops * extent.prompt
     prefill_s = prefill / (tp * layout.pp * device.prefill_mfu * device.flops(shape.bytes_each)) + reduced_s / layout.pp
     return DecodeCost(step_s, sample_s, prefill_s, max_running)
 
 
-def _weights_s(shape: ModelShape, pool: Pool, layout: Layout, num_running: int) -> float:
-    """Seconds that a decode step reads weights for; those of experts are many small matrices, and are read more slowly."""
-    read = weights_read(shape, num_running)
-    experts = read - shape.bytes_each * (shape.num_multiplied - _met_by_a_token(shape)) if shape.num_experts else 0.0
-    return (read - experts + experts / pool.attained.rollout.experts.value) / (layout.tp * pool.decode_bytes_s)
+def _weights_line(shape: ModelShape, max_running: int) -> tuple[float, float]:
+    """Bytes of weights that a decode step reads, and what each sample adds by its experts: exact for the largest batch and a quarter."""
+    few = -(-max_running // 4)
+    most = weights_read(shape, max_running)
+    more = (most - weights_read(shape, few)) / max(max_running - few, 1)
+    return most - more * max_running, more
 
 
 def _met_by_a_token(shape: ModelShape) -> int:
@@ -267,14 +269,14 @@ def weights_read(shape: ModelShape, num_running: int) -> float:
 def decode_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: DecodeCost, extent: Extent) -> dict[str, Constant]:
     """The constants of an instance, each with its formula."""
     tp, device = layout.tp, pool.device
-    read = weights_read(shape, cost.max_running) / 1e9
+    read, more = (num / 1e9 for num in _weights_line(shape, cost.max_running))
     step = f"{read:.3g} GB of weights / ({tp} x {device.decode_mbu:g} x {device.memory_gb_s:g} GB/s) + launch and {shape.num_layers} layers"
     cache = kv_token_bytes(shape, layout) * extent.context / 1e9
     peak = device.flops(shape.bytes_each) / 1e12
     sample = (
         f"{cache:.3g} GB of cache / ({device.decode_mbu:g} x {device.memory_gb_s:g} GB/s) + {shape.token_flops / 1e9:.3g} GFLOP / ({tp} x "
     )
-    sample += f"{device.decode_mfu:g} x {peak:g} TFLOP/s)"
+    sample += f"{device.decode_mfu:g} x {peak:g} TFLOP/s)" + f" + {more:.3g} GB of experts" * (more > 0)
     prefill = f"{shape.token_flops / 1e9:.3g} GFLOP / ({tp} x {device.prefill_mfu:g} x {peak:g} TFLOP/s)"
     return {
         "step_s": Constant(cost.step_s, "s", f"modelled: {step}"),
@@ -465,23 +467,24 @@ def switch(engine: EngineId, pool: Pool, footprint: Footprint, *, is_trained: bo
     return Switch(kept / rate if is_trained else 0.0, pool.device.switch_s + kept / rate, kept_bytes=context)
 
 
-def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, Layout], *, is_same_devices: bool) -> float:
+def sync_s(
+    num_bytes: float, num_matrices: int, source: tuple[Pool, Layout], target: tuple[Pool, Layout], *, is_same_devices: bool
+) -> float:
     """Seconds to send new weights from a trainer to all rollout instances, with their checksums.
 
     On the same devices each gets the missing part of its shard from its neighbours (CUDA IPC inside a node); a single device copies.
     Otherwise weights are broadcast in buckets to every device: inside a node over its links, else over the network.
 
-    Before that the trainer gathers, converts and packs them, at the rate that published runs have whatever their links (`sync_gb_s`).
-
-    Source:
-        The attained rate of a broadcast (`attained_sync`) is what is left of a published one, far below the links', since receivers wait
-        for loading.
+    The trainer gathers, converts and packs them, whatever the links carry (`sync_gb_s`). On the same devices packing and unpacking a bucket
+    take turns; on others the next one is packed while one is sent. Each matrix takes a time of its own, and those of experts are many.
     """
     (giver, given), (taker, taken) = source, target
     part = num_bytes / (taken.tp * taken.pp)
-    packing = giver.attained.train.sync_gb_s.value * 1e9
-    fixed = max(giver.device.sync_s, taker.device.sync_s) + part / taker.step_bytes_s + (num_bytes / packing if packing else 0.0)
+    attained = giver.attained.train
+    packing_s = num_bytes / (attained.sync_gb_s.value * 1e9) if attained.sync_gb_s.value else 0.0
+    fixed = max(giver.device.sync_s, taker.device.sync_s) + part / taker.step_bytes_s + num_matrices * attained.matrix_s.value
     if is_same_devices:
+        fixed += 2 * packing_s
         held = given.num_replica_devices * (given.dp if given.zero >= 3 else 1)
         if taken.num_replica_devices == held == 1:
             return fixed + 2 * part / taker.step_bytes_s
@@ -490,8 +493,8 @@ def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, La
     rate = min(giver.link_bytes_s, taker.link_bytes_s)
     if not is_one_node:
         rate = min(rate, giver.network_bytes_s, taker.network_bytes_s)
-    attained = min(giver.device.attained_sync / giver.device.attained_link, taker.device.attained_sync / taker.device.attained_link, 1.0)
-    return fixed + num_bytes / (attained * rate)
+    share = min(giver.device.attained_sync / giver.device.attained_link, taker.device.attained_sync / taker.device.attained_link, 1.0)
+    return fixed + max(packing_s, num_bytes / (share * rate))
 
 
 def adapter_merge_s(num_bytes: float, target: tuple[Pool, Layout]) -> float:
@@ -833,9 +836,9 @@ class ModelledCosts(Costs):
         shape = self._shapes[role]
         ends = (self._pools[source[0]], source[1]), (self._pools[target[0]], target[1])
         if shape.adapter_parameters and self._sends_adapters and not is_same_devices:
-            sent_s = sync_s(shape.adapter_parameters * shape.bytes_each, *ends, is_same_devices=False)
+            sent_s = sync_s(shape.adapter_parameters * shape.bytes_each, shape.num_matrices, *ends, is_same_devices=False)
             return sent_s + adapter_merge_s(shape.weight_bytes, ends[1])
-        return sync_s(shape.weight_bytes, *ends, is_same_devices=is_same_devices)
+        return sync_s(shape.weight_bytes, shape.num_matrices, *ends, is_same_devices=is_same_devices)
 
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
         return self._sync_s(role, source, target, is_same_devices)
@@ -888,7 +891,7 @@ class ModelledCosts(Costs):
         rollout, train = self._attained.rollout, self._attained.train
         has_experts = any(shape.num_experts for shape in self._shapes.values())
         of: dict[str, list[Estimate]] = {
-            "generate": [rollout.error, *([rollout.experts] if has_experts else [])],
+            "generate": [rollout.error],
             "forward": [train.forward],
             "update": [train.error, *([train.expert_layer_s] if has_experts else [])],
             "sync": [train.sync_gb_s],

@@ -276,6 +276,14 @@ class ModelShape:
         idle = 1 - self.num_experts_per_token / self.num_experts if self.num_experts else 0.0
         return self.adapter_parameters - idle * self.expert_adapter_parameters
 
+    @cached_property
+    def num_matrices(self) -> int:
+        """Weight matrices, of which each expert has three of its own."""
+        attention = (5 if self.query_latent else 4) if self.latent else 4
+        sparse = self.num_layers - self.num_dense_layers
+        experts = sparse * (3 * self.num_experts + 1 + 3 * (self.shared_width > 0))
+        return self.num_layers * attention + 3 * self.num_dense_layers + experts + (1 if self.is_tied else 2)
+
     @property
     def bytes_each(self) -> int:
         return DTYPE_BYTES[self.dtype]

@@ -310,8 +310,8 @@ class RolloutAttained(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     weights: Estimate = _exactly(1.0)
     """Factor of `decode_mbu` at which weights and caches are read."""
-    experts: Estimate = _exactly(1.0)
-    """The same for the weights of experts, beside `weights`."""
+    expert_layer_s: Estimate = _exactly(0.0)
+    """Time of a layer of experts in a decode step beyond reading and computing: routing, many small matrices."""
     host_step_s: Estimate = _exactly(0.0)
     """Host time of a decode step beyond the device's `launch_s`."""
     host_sample_s: Estimate = _exactly(0.0)
@@ -343,6 +343,8 @@ class TrainAttained(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Device memory that an offloaded trainer keeps."""
     sync_gb_s: Estimate = _exactly(0.0)
     """Rate at which a weight sync gathers, converts and packs weights, whatever the links carry; 0: no limit."""
+    matrix_s: Estimate = _exactly(0.0)
+    """Time of a weight sync for each matrix of the model, whatever its size: its name, its slices, its copy."""
     rest_s: Estimate = _exactly(0.0)
     """Time of a step that belongs to none of its calls."""
     error: Estimate = Estimate(1.0, 0.67, 1.5, "estimate")

@@ -991,8 +991,8 @@ class Problem:
         return self.costs.rest_s() if sync == self.syncs[0] else 0.0
 
     def sync_s(self, sync: Sync, source: Option, target: Option, *, is_turns: bool) -> float:
-        """Seconds a step. On the same devices if they take turns and have equally many of one pool."""
-        is_same = is_turns and source.pool == target.pool and source.num_devices == target.num_devices
+        """Seconds a step. On the same devices if they take turns in one pool, be they equally many or not, as in the simulator."""
+        is_same = is_turns and source.pool == target.pool
         key = (sync.role, source.pool, source.layout, target.pool, target.layout, is_same)
         if key not in self._syncs_s:
             one = self.costs.sync_s(sync.role, (source.pool, source.layout), (target.pool, target.layout), is_same_devices=is_same)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -45,6 +46,33 @@ def test_published_steps_are_met_within_a_fifth_and_none_is_far_off(calibration:
     assert summary["median_error_of_parts"] < 0.2
     assert max(abs(math.log(parts["step"])) for parts in found.values() if "step" in parts) < math.log(1.6)
     assert summary["worst_step"] in (ROOT / "docs" / "internals" / "planner.md").read_text()
+
+
+def test_published_steps_that_nothing_is_fitted_to_are_met_too(calibration: ModuleType) -> None:
+    rows = yaml.safe_load(calibration.ROWS.read_text())
+    found = calibration.steps_compared(rows["validation"])
+    summary, text = calibration.summary(found), (ROOT / "docs" / "internals" / "planner.md").read_text()
+    assert summary["median_error_of_steps"] < 0.2
+    far = {name for name, parts in found.items() if abs(math.log(parts["step"])) > math.log(1.6)}
+    assert far == {"v0.7, V3, 512 H100, one off", "v0.7, V3, 256 GB200, one off"}  # Its weights arrive there in 10 s or less.
+    assert f"Of {len(found)} to which nothing is fitted, all of NeMo-RL, it is {summary['median_error_of_steps']:.0%}" in text
+
+
+def test_of_runs_that_nothing_is_fitted_to_the_faster_mode_is_predicted_to_be_faster(calibration: ModuleType) -> None:
+    rows = yaml.safe_load(calibration.ROWS.read_text())
+    every = rows["validation"] | rows["steps"]
+    found = calibration.steps_compared(every)
+    num = 0
+    for (name, ours), (other, theirs) in itertools.permutations(every.items(), 2):
+        same = all(ours[key] == theirs[key] for key in ("source", "model", "device", "gpus", "prompts"))
+        if not same or "async" in ours or "async" not in theirs:
+            continue
+        measured = ours["measured"]["step"] / theirs["measured"]["step"]
+        predicted = measured * found[name]["step"] / found[other]["step"]
+        if abs(math.log(measured)) > math.log(1.1):
+            num += 1
+            assert (measured > 1) == (predicted > 1), (name, other)
+    assert num >= 10
 
 
 def test_of_published_runs_in_two_modes_the_faster_one_is_predicted_to_be_faster(calibration: ModuleType) -> None:

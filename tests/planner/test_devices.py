@@ -17,7 +17,7 @@ def _no_list_of_this_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
 
 def test_the_usual_devices_are_there_with_a_source_for_each_number() -> None:
     known = device_list()
-    assert {"a100-40", "a100-80", "h100", "h200", "h20", "b200", "l40s", "cpu"} <= set(known.names)
+    assert {"a100-40", "a100-80", "h100", "h200", "h20", "b200", "gb200", "l40s", "cpu"} <= set(known.names)
     for name in known.names:
         for field, constant in known.find(name).constants().items():
             assert constant.source, (name, field)

@@ -54,6 +54,18 @@ def test_a_server_that_wakes_slowly_makes_turns_slower_and_not_a_split(tmp_path:
     assert split == pytest.approx(1)
 
 
+def test_in_turns_a_sync_to_other_than_all_of_the_devices_is_no_cheaper_than_in_place(tmp_path: Path) -> None:
+    """So no device is left idle to make a sync one between devices, whose packing overlaps with sending."""
+    problem = with_attained(tmp_path, "train", "sync_gb_s", 40)
+    (sync,) = problem.syncs
+    targets = problem.options.of[sync.target]
+    target = max(targets, key=lambda option: option.num_devices)
+    sources = [one for one in problem.options.of[sync.source] if one.layout.zero == 1 and one.layout.num_replica_devices == 1]
+    seconds = {one.num_devices: problem.sync_s(sync, one, target, is_turns=True) for one in sources}
+    assert len(seconds) > 1
+    assert min(seconds.values()) == seconds[target.num_devices]
+
+
 def test_slow_copies_to_the_host_make_engines_that_take_turns_dearer_and_not_those_that_stay(tmp_path: Path) -> None:
     fast, slow = (with_attained(tmp_path, "train", "swap", value).options.of[TRAINER] for value in (1.0, 0.1))
     moved_s = [(a.leave_s + a.come_s, b.leave_s + b.come_s) for a, b in zip(fast, slow, strict=True)]

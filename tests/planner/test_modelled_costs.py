@@ -251,6 +251,24 @@ def test_a_mixture_of_experts_reads_the_experts_that_its_batch_meets() -> None:
     assert all_met == pytest.approx(2 * (shape.num_parameters - shape.vocab * shape.hidden), rel=1e-6)
 
 
+def test_a_decode_step_reads_more_experts_as_its_batch_grows() -> None:
+    """So the tail of a rollout, with few samples, is not charged for experts that these do not meet."""
+    from m2flow.planner.cost_model import weights_read
+
+    asked = costs("Qwen3-235B-A22B", "h100", nodes=16, workload=step(32, 16))
+    layout, shape, pool = Layout(tp=8, dp=16), asked.shape(ROLLOUT), asked.pool("main")
+    cost = asked.decode(ROLLOUT, "main", layout)
+    assert cost.max_running == 32
+    read_s = {num: weights_read(shape, num) / (8 * pool.decode_bytes_s) for num in (8, 32)}
+    assert cost.seconds(32) - cost.seconds(8) > read_s[32] - read_s[8] > 0
+    # What is left beside the reading of a quarter of the batch is layers, launches, the host and the caches: no fraction of the reading.
+    beside = asked.pool("main").attained.rollout
+    layers_s = shape.num_layers * (pool.device.layer_s + 2 * pool.latency_s(8) + beside.expert_layer_s.value)
+    assert cost.step_s < read_s[8] + layers_s + pool.device.launch_s + beside.host_step_s.value
+    dense = costs("Qwen3-32B", "h100", nodes=4)
+    assert dense.decode(ROLLOUT, "main", Layout(tp=8, dp=4)).step_s > weights_read(dense.shape(ROLLOUT), 1) / (8 * pool.decode_bytes_s)
+
+
 def test_layouts_use_all_devices_and_keep_tensor_groups_inside_a_node() -> None:
     shape = shape_named("Llama-3.1-70B")
     for kind, name in (("rollout", "sglang"), ("train", "deepspeed")):
@@ -324,12 +342,31 @@ def test_a_switch_keeps_what_a_trainer_needs_and_drops_what_a_sync_brings() -> N
 
 
 def test_a_sync_in_place_is_faster_than_one_in_a_node_and_that_than_one_over_the_network() -> None:
-    asked = costs(nodes=4)
+    asked = costs(nodes=4, train=TrainSpec(engine="embedded"))  # Nothing is packed: what links carry is compared.
     trainer = ("main", Layout(dp=4, zero=1))
     here = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=2)), is_same_devices=True)
     beside = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=2)), is_same_devices=False)
     far = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=14)), is_same_devices=False)
     assert here < beside < far
+
+
+def test_packing_overlaps_with_a_broadcast_and_takes_turns_with_unpacking_on_the_same_devices() -> None:
+    asked, plain = costs("Qwen2.5-72B", nodes=4), costs("Qwen2.5-72B", nodes=4, train=TrainSpec(engine="embedded"))
+    ends = ("main", Layout(dp=16, zero=1)), ("main", Layout(tp=4, dp=4))
+    packing_s = asked.shape(TRAIN).weight_bytes / (asked.pool("main").attained.train.sync_gb_s.value * 1e9)
+    here, far = (asked.sync_s("policy", *ends, is_same_devices=same) for same in (True, False))
+    assert here > 2 * packing_s
+    assert packing_s < far < plain.sync_s("policy", *ends, is_same_devices=False) + packing_s / 2
+
+
+def test_each_matrix_takes_its_time_in_a_sync_so_experts_take_longer_than_their_bytes() -> None:
+    dense, sparse = shape_named("Qwen3-32B"), shape_named("Qwen3-30B-A3B")
+    assert dense.num_matrices == 64 * 7 + 2
+    assert sparse.num_matrices == 48 * (4 + 1 + 3 * 128) + 2
+    ends = ("main", Layout(dp=16, zero=1)), ("main", Layout(tp=4, dp=4))
+    of_dense, of_sparse = (costs(m.name, "h100", nodes=4).sync_s("policy", *ends, is_same_devices=False) for m in (dense, sparse))
+    assert sparse.weight_bytes < dense.weight_bytes
+    assert of_sparse > 1.5 * of_dense
 
 
 def test_adapters_that_go_to_other_nodes_alone_take_less_than_the_weights_beside_them() -> None:
@@ -347,10 +384,20 @@ def test_adapters_that_go_to_other_nodes_alone_take_less_than_the_weights_beside
     assert sync_s("alone", is_same_devices=True) == whole.sync_s("policy", *ends, is_same_devices=True)
 
 
-def test_a_broadcast_of_30b_takes_what_was_published() -> None:
-    asked = costs("Qwen3-30B-A3B", "h100", nodes=4)
-    seconds = asked.sync_s("policy", ("main", Layout(dp=16, zero=3)), ("main", Layout(tp=4, dp=4)), is_same_devices=False)
-    assert seconds == pytest.approx(7, rel=0.1)
+@pytest.mark.parametrize(
+    ("model", "trainer", "rollout", "published_s"),
+    [
+        ("Qwen3-30B-A3B", Layout(dp=16, zero=3), Layout(tp=4, dp=4), 7),  # verl's checkpoint engine; 4.4 in its asynchronous recipe
+        ("Qwen3-235B-A22B", Layout(tp=4, pp=8, dp=4, ep=4, zero=1), Layout(tp=8, dp=16), 13),  # NeMo-RL's pull request 1379; 5.5 after it
+        ("DeepSeek-V3", Layout(pp=16, dp=16, ep=16, zero=1), Layout(tp=32, dp=8), 34),  # the same; 14 after it
+    ],
+)
+def test_a_broadcast_takes_what_was_published_for_small_and_large_models(
+    model: str, trainer: Layout, rollout: Layout, published_s: float
+) -> None:
+    asked = costs(model, "h100", nodes=64)
+    seconds = asked.sync_s("policy", ("main", trainer), ("main", rollout), is_same_devices=False)
+    assert published_s / 1.6 < seconds < published_s * 1.6
 
 
 def test_samples_take_a_latency_and_their_bytes() -> None:
