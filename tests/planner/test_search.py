@@ -93,7 +93,7 @@ def test_a_search_that_forgets_the_memory_is_found_out(monkeypatch: pytest.Monke
 
 def test_a_search_that_drops_plans_that_nothing_beats_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m2flow.planner.problem.codes", lambda ties: np.zeros(ties.shape[1], np.int64))
-    assert differing([33, 48], 3)
+    assert differing([285, 445], 3)
 
 
 @pytest.mark.parametrize("seed", range(60))

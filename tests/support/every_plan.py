@@ -267,7 +267,7 @@ class Oracle:
             froms, tos = self._column(trainer, lambda o: o), self._column(rollout, lambda o: o)
             seconds = []
             for source, target in zip(froms, tos, strict=True):
-                same = turns and source.pool == target.pool and source.num_devices == target.num_devices
+                same = turns and source.pool == target.pool
                 seconds.append(
                     times * self.p.costs.sync_s(role, (source.pool, source.layout), (target.pool, target.layout), is_same_devices=same)
                 )
