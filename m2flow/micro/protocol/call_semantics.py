@@ -29,7 +29,7 @@ import math
 import pickle
 import time
 import types
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -165,7 +165,11 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
     Args:
         calls: the call that drew each sample.
         prompts: row i is the prompt of sample i or, where it continued, its earlier row.
+    Raises:
+        EngineError: a sample has not one log-probability, a finite one, and one version for each token, or it has too many tokens.
     """
+    for call, one in zip(calls, generated, strict=True):
+        _check_made(call, one)
     ids = np.array([g.id for g in generated], np.int64)
     num_prompt = [len(g.prompt_tokens) for g in generated]
     # All rows at once: running episodes are written down, whole, several times for each of their turns.
@@ -211,6 +215,42 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
         values = [g.columns[name] for g in generated]
         columns[name] = Ragged.json(values) if name == "episode" else column_of(values, name)
     return Batch(ids, {**prompts.columns, **columns})
+
+
+def check_left(role: str, left: Sequence[int], running: Collection[int], *, is_idle: bool) -> None:
+    """Check which samples a rollout engine has returned as finished.
+
+    Args:
+        running: those that it had and has not returned before.
+        is_idle: it says that it has no more.
+    Raises:
+        EngineError: it returned one that it did not have or had returned before, or it has lost one.
+    """
+    wrong = [packed for at, packed in enumerate(left) if packed not in running or packed in left[:at]]
+    if wrong:
+        raise _engine_fault(wrong[0], f"was returned by the rollout engine of {role}, which did not have it or had returned it before")
+    lost = sorted(set(running) - set(left)) if is_idle else []
+    if lost:
+        raise _engine_fault(lost[0], f"was lost by the rollout engine of {role}: it has nothing left to do and has not returned it")
+
+
+def _check_made(call: Call, generated: Generated) -> None:
+    sampling = call.options["sampling"]
+    assert isinstance(sampling, Sampling)
+    num, num_known = len(generated.tokens), [len(getattr(generated, name)) for name in _MADE[1:]]
+    if num_known != [num] * len(num_known):
+        counts = ", ".join(f"{count} {name}" for name, count in zip(_MADE[1:], num_known, strict=True))
+        raise _engine_fault(generated.id, f"came from the rollout engine with {num} tokens and {counts}")
+    if not np.isfinite(generated.logprobs).all():
+        raise _engine_fault(generated.id, "came from the rollout engine with log-probabilities that are not finite")
+    if num > sampling.max_new_tokens and not generated.segments:
+        what = f"came from the rollout engine with {num} tokens, and max_new_tokens is {sampling.max_new_tokens}"
+        raise _engine_fault(generated.id, what)
+
+
+def _engine_fault(packed: int, what: str) -> M2FlowError:
+    now = "`m2flow.testing.rollout_suite` checks an engine against its contract (docs/guide/writing-engines.md)."
+    return EngineError(f"sample {SampleId.unpack(packed)} {what}", now=now).about(packed)
 
 
 _PROMPT, _GENERATED = int(Segment.PROMPT), int(Segment.GENERATED)

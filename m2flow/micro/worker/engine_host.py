@@ -53,7 +53,7 @@ from m2flow.micro.records.checkpoints import PartWriter, seal
 from m2flow.micro.worker.function_tasks import BegunCall, Functions, Leave
 from m2flow.micro.worker.out_of_memory import MiniBatches, accounted, peak_bytes
 from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
-from m2flow.micro.worker.telemetry import ChannelCounts, SampleSpans
+from m2flow.micro.worker.telemetry import ChannelCounts, Draining, SampleSpans
 from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, WeightSyncs
 from m2flow.observe.spans import FOR_AGENTS, FOR_SPEAKERS, Recorder, SpanName, now_ns
 from m2flow.recipe import Episodes as Bounds
@@ -73,37 +73,6 @@ def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
                 engine.abort([r.id for r in requests[:position]])
                 raise of_this.about(request.id) from None
         raise error
-
-
-@final
-class Draining:
-    """Record for each rollout engine of a process the time from when samples that left were not replaced until its turn ended."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._open: dict[str, list[int]] = {}
-        """Role -> start in ns, number of samples ended since, number of samples stopped since."""
-
-    def given(self, role: str) -> None:
-        """Note that the engine got more samples: it is not draining."""
-        self._open.pop(role, None)
-
-    def left(self, role: str, engine: RolloutEngine | Episodes, at_ns: int, *, num_ended: int = 0, num_stopped: int = 0) -> None:
-        """Note samples that left the engine at `at_ns`, ended or stopped before their end."""
-        if not num_ended + num_stopped:
-            return
-        if role not in self._open:
-            if engine.occupancy().num_queued:
-                return
-            self._open[role] = [at_ns, 0, 0]
-        self._open[role][1] += num_ended
-        self._open[role][2] += num_stopped
-
-    def over(self, role: str) -> None:
-        """Record the drain: the engine is about to be offloaded."""
-        if (found := self._open.pop(role, None)) is not None:
-            start, num_ended, num_stopped = found
-            self._recorder.add(SpanName.DRAIN, start, now_ns(), label=f"{role} rollout", num_drained=num_ended, num_aborted=num_stopped)
 
 
 def offload(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
@@ -533,6 +502,7 @@ class EngineHost:
                 engine = self._rollout[role]
                 start, num_running = now_ns(), engine.num_unfinished
                 finished = self._guests.keep(generator.step())
+                self._check_left(role, generator, finished)
                 end = now_ns()
                 if isinstance(generator, Episodes):
                     start, num_running = generator.stepped
@@ -553,6 +523,12 @@ class EngineHost:
             by_call.setdefault(self._inflight[generated.id].call.ordinal, []).append((generated, end))
         self._finished = []
         return [self._rows(finished) for finished in by_call.values()]
+
+    def _check_left(self, role: str, generator: RolloutEngine | Episodes, finished: Sequence[Generated]) -> None:
+        if finished or not generator.num_unfinished:
+            done = {generated.id for generated, _ in self._finished}
+            running = {packed for packed, sample in self._inflight.items() if sample.call.role == role} - done
+            call_semantics.check_left(role, [generated.id for generated in finished], running, is_idle=not generator.num_unfinished)
 
     def _waits_for_agents(self, at_ns: int, *, is_waiting: bool) -> None:
         """Record the time in which an engine had nothing to do but to wait for agents and their tools, as few spans."""

@@ -20,7 +20,8 @@ from m2flow.observe.spans import Count, Recorder, SpanName, now_ns
 from m2flow.samples import SampleId
 
 if TYPE_CHECKING:
-    from m2flow.engines.contract import Generated
+    from m2flow.agents.episodes import Episodes
+    from m2flow.engines.contract import Generated, RolloutEngine
 
 GIVEN_UP = "given_up"
 """Finish reason of a sample that is not resumed."""
@@ -155,6 +156,37 @@ class _Steps:
         self.busy_ns += end_ns - start_ns
         self.num_samples = max(self.num_samples, num_running)
         self.num_steps += 1
+
+
+@final
+class Draining:
+    """Record for each rollout engine of a process the time from when samples that left were not replaced until its turn ended."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: dict[str, list[int]] = {}
+        """Role -> start in ns, number of samples ended since, number of samples stopped since."""
+
+    def given(self, role: str) -> None:
+        """Note that the engine got more samples: it is not draining."""
+        self._open.pop(role, None)
+
+    def left(self, role: str, engine: RolloutEngine | Episodes, at_ns: int, *, num_ended: int = 0, num_stopped: int = 0) -> None:
+        """Note samples that left the engine at `at_ns`, ended or stopped before their end."""
+        if not num_ended + num_stopped:
+            return
+        if role not in self._open:
+            if engine.occupancy().num_queued:
+                return
+            self._open[role] = [at_ns, 0, 0]
+        self._open[role][1] += num_ended
+        self._open[role][2] += num_stopped
+
+    def over(self, role: str) -> None:
+        """Record the drain: the engine is about to be offloaded."""
+        if (found := self._open.pop(role, None)) is not None:
+            start, num_ended, num_stopped = found
+            self._recorder.add(SpanName.DRAIN, start, now_ns(), label=f"{role} rollout", num_drained=num_ended, num_aborted=num_stopped)
 
 
 # ---- channels

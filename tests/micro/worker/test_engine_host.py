@@ -6,16 +6,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_clusters import generate_call, prompts
 from played_episodes import begun, wanderer
 
-from m2flow.engines.contract import EngineSettings, Occupancy
+from m2flow.engines.contract import EngineSettings, Generated, Occupancy
+from m2flow.errors import EngineError
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.observe.spans import Recorder
 from m2flow.recipe import Model
 from m2flow.samples import make_ids
+from m2flow.testing.fakes import FakeRollout
 
 
 @pytest.fixture
@@ -102,4 +105,47 @@ def test_an_engine_that_gets_other_weights_or_gives_its_cache_back_has_no_contex
         lose()
         assert not queue._cached
         assert queue._num_held == 0
+    engine_host.close()
+
+
+def _without_a_logprob(one: Generated) -> list[Generated]:
+    return [replace(one, logprobs=one.logprobs[:-1])]
+
+
+def _without_numbers(one: Generated) -> list[Generated]:
+    return [replace(one, logprobs=np.full_like(one.logprobs, np.nan))]
+
+
+def _beyond_its_bound(one: Generated) -> list[Generated]:
+    arrays = {name: np.tile(getattr(one, name), 100) for name in ("tokens", "logprobs", "versions", "kv_stale")}
+    return [replace(one, **arrays)]
+
+
+@pytest.mark.parametrize(
+    ("made_of", "said"),
+    [
+        (_without_a_logprob, "9 tokens and 8 logprobs, 9 versions, 9 kv_stale"),
+        (_without_numbers, "with log-probabilities that are not finite"),
+        (_beyond_its_bound, "with 900 tokens, and max_new_tokens is 40"),
+        (lambda one: [one, one], "which did not have it or had returned it before"),
+        (lambda one: [replace(one, id=make_ids(9, 1).tolist()[0])], "which did not have it or had returned it before"),
+        (lambda one: [], "was lost by the rollout engine of policy: it has nothing left to do and has not returned it"),
+    ],
+    ids=["short", "nan", "long", "twice", "unknown", "lost"],
+)
+def test_a_sample_that_breaks_the_contract_of_rollout_engines_is_named(monkeypatch, made_of, said) -> None:
+    step = FakeRollout.step
+    monkeypatch.setattr(FakeRollout, "step", lambda engine: [made for one in step(engine) for made in made_of(one)])
+    engine_host = EngineHost(
+        [EngineSlot("policy", "rollout", "fake")],
+        {"policy": Model("fake")},
+        {"rollout": EngineSettings()},
+        run_seed=0,
+        recorder=Recorder("engine_host"),
+        shared_prefix="",
+    )
+    engine_host.open()
+    engine_host.generate(generate_call(1), make_ids(1, 1).tolist(), prompts(1))
+    with pytest.raises(EngineError, match=rf"sample p\d+/0 .*{said}"):
+        left_after(engine_host, 40)
     engine_host.close()
