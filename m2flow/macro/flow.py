@@ -162,7 +162,7 @@ class Flow:
             try:
                 result = self.function(**options)
                 session.finish()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 try:
                     backend.raise_due()
                 except M2FlowError as due:

@@ -638,7 +638,7 @@ def recording(session: Session) -> Iterator[Session]:
         # Do not blame a worker's or an engine's failure on the line that happened to wait.
         site = raised_at(error) if isinstance(error, FlowError) else None
         raise error if site is None else error.located(site.describe()) from error.__cause__
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         recursion = infinite_recursion(error) if isinstance(error, RecursionError) else None
         if recursion is not None:
             raise recursion from None
@@ -646,7 +646,7 @@ def recording(session: Session) -> Iterator[Session]:
         if site is None or not is_of_user(error):
             raise
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FlowError(f"the flow raised {said}", where=site.describe(), now=_of_option(error)) from error
+        raise FlowError(f"the flow raised {said}", where=site.describe(), now=_instead(error)) from error
     finally:
         session.is_open = False
         _recording.remove(session)
@@ -682,8 +682,10 @@ def instead_of(option: str, function: Callable[..., object], topic: str) -> str:
     return _ELSEWHERE.get(option) or did_you_mean(option, names, f"It has {', '.join(names)}; m2flow help {topic} explains them.")
 
 
-def _of_option(error: Exception) -> str:
-    """What to write for an option that a function of m2flow's lacks; empty if it is another error."""
+def _instead(error: BaseException) -> str:
+    """What to write for an exit, or for an option that a function of m2flow's lacks; empty if it is another error."""
+    if isinstance(error, SystemExit):
+        return "To end a run early, leave the loop or return: then its model is saved, and its summary shown."
     said = r"(?:(\w+)\.)?(\w+)\(\) got an unexpected keyword argument '(\w+)'"
     found = re.match(said, str(error)) if isinstance(error, TypeError) else None
     if found is None:

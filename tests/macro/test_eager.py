@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -200,6 +201,15 @@ def test_the_flows_own_exception_has_its_line_and_the_helpers_on_the_way():
     assert first_line.endswith('raise ZeroDivisionError("mine")')
     assert caller.startswith("  called from ")
     assert caller.endswith("in body")
+
+
+@pytest.mark.parametrize("status", [0, "enough"])
+def test_an_exit_in_a_flow_is_an_error_of_the_flow_that_says_how_to_end_early(status):
+    error = run(lambda: sys.exit(status))[2]
+    assert type(error) is FlowError
+    assert error.what == f"the flow raised SystemExit: {status}"
+    assert "sys.exit(status)" in error.where
+    assert error.now.startswith("To end a run early, leave the loop or return")
 
 
 @pytest.mark.parametrize("leave", ["break", "return"])
