@@ -72,7 +72,7 @@ class M2FlowError(Exception):
     """The packed identity of the first sample that the error is about, in the process that raised it; -1: none in particular."""
 
     def __init__(self, what: str, *, where: str = "", now: str = "", remote: str = "") -> None:
-        self.what, self.where, self.now, self.remote = (_encodable(text) for text in (what, where, now, remote))
+        self.what, self.where, self.now, self.remote = (_shown(text) for text in (what, where, now, remote))
         super().__init__(self.what)
 
     def __str__(self) -> str:
@@ -371,9 +371,17 @@ def lone_surrogate(text: str) -> int:
     return -1
 
 
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a user's error may quote from a text and which UTF-8 can't encode."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def _shown(text: str) -> str:
+    """Replace lone surrogates, which a user's error may quote from a text and which UTF-8 can't encode, and leave out the middle of
+    what has more than `_MOST_CHARACTERS`: errors of samples are recorded one by one."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    num_kept = _MOST_CHARACTERS // 2 - 50
+    return f"{text[:num_kept]} [... {len(text) - 2 * num_kept:,} characters ...] {text[-num_kept:]}"
+
+
+_MOST_CHARACTERS = 20_000
 
 
 def error_from_record(record: ErrorRecord) -> M2FlowError:

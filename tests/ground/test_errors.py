@@ -36,6 +36,14 @@ def test_an_error_about_half_a_surrogate_pair_says_the_same_here_and_over_the_wi
     assert (error.what, error.remote) == ("what: \\ud800", "remote: \\udfff")
 
 
+def test_the_middle_of_a_text_without_bounds_is_left_out_of_an_error_and_of_its_record():
+    error = RewardError("it said " + "x" * 3_000_000 + " at last", remote="Traceback:\n" + "\ud800" * 1_000_000 + "\nboom")
+    assert re.fullmatch(r"it said x+ \[... 2,980,116 characters ...\] x+ at last", error.what)
+    assert re.fullmatch(r"Traceback:\n\S+ \[... 5,980,116 characters ...\] \S+\nboom", error.remote)
+    assert max(len(error.what), len(error.remote)) <= 20_000
+    assert str(error_from_record(error.to_record())) == str(error) == str(pickle.loads(pickle.dumps(error)))
+
+
 def test_an_error_prints_where_then_what_then_what_now():
     assert str(RewardError("the reward raised", where="flows/grpo.py:23  x = y", now="one\ntwo", remote="Traceback:\n  boom\n")) == (
         "flows/grpo.py:23  x = y\n  the reward raised\n  one\n  two\n  the worker's traceback:\n    Traceback:\n      boom"
