@@ -313,6 +313,14 @@ def test_a_run_leaves_a_record_on_disk_that_replays_and_goes_on(tmp_path, eager)
         read_record(tmp_path / "none")
 
 
+@pytest.mark.parametrize("content", [b"", b"junk" * 2000, b"SQLite format 3\0" + b"\1" * 8000], ids=["empty", "junk", "damaged"])
+def test_a_run_whose_ledger_is_damaged_is_named_and_nobody_else_is_blamed(tmp_path, content):
+    (tmp_path / "ledger.db").write_bytes(content)
+    with pytest.raises(SpecError, match="has no record of its flow") as caught:
+        read_record(tmp_path)
+    assert str(tmp_path) in caught.value.what
+
+
 def test_what_a_record_says_of_a_value_is_the_same_in_every_process():
     assert stable_text(partial(digits, 1)).startswith("partial(digits (code ")
     assert stable_text([1.0, 1, True, None, "a", {"b": np.float32(0.5)}]) == "[1, 1, 1, None, 'a', {'b': 0.5}]"

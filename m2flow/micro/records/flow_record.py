@@ -201,7 +201,7 @@ def read_record(run_dir: Path) -> RunRecord:
                 kind: [body for (body,) in db.execute("SELECT body FROM record WHERE kind=? ORDER BY position", (kind,))]
                 for kind in ("call", "look", "log")
             }
-    except sqlite3.OperationalError as error:
+    except sqlite3.Error as error:
         raise SpecError(
             f"the run in {run_dir} has no record of its flow: {error}",
             now="It ended before its first call, or its directory is not whole: begin it anew.",
