@@ -29,6 +29,7 @@ import math
 import pickle
 import time
 import types
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -221,14 +222,14 @@ def check_left(role: str, left: Sequence[int], running: Collection[int], *, is_i
     """Check which samples a rollout engine has returned as finished.
 
     Args:
-        running: those that it had and has not returned before.
+        running: those that it had and has not returned before; where it is not idle, those of `left` are enough.
         is_idle: it says that it has no more.
     Raises:
         EngineError: it returned one that it did not have or had returned before, or it has lost one.
     """
-    wrong = [packed for at, packed in enumerate(left) if packed not in running or packed in left[:at]]
-    if wrong:
-        raise _engine_fault(wrong[0], f"was returned by the rollout engine of {role}, which did not have it or had returned it before")
+    wrong = next((packed for packed, num in Counter(left).items() if num > 1 or packed not in running), None)
+    if wrong is not None:
+        raise _engine_fault(wrong, f"was returned by the rollout engine of {role}, which did not have it or had returned it before")
     lost = sorted(set(running) - set(left)) if is_idle else []
     if lost:
         raise _engine_fault(lost[0], f"was lost by the rollout engine of {role}: it has nothing left to do and has not returned it")

@@ -502,8 +502,8 @@ class EngineHost:
                 engine = self._rollout[role]
                 start, num_running = now_ns(), engine.num_unfinished
                 finished = self._guests.keep(generator.step())
-                self._check_left(role, generator, finished)
                 end = now_ns()
+                self._check_left(role, generator, finished)
                 if isinstance(generator, Episodes):
                     start, num_running = generator.stepped
                 if num_running:
@@ -525,10 +525,12 @@ class EngineHost:
         return [self._rows(finished) for finished in by_call.values()]
 
     def _check_left(self, role: str, generator: RolloutEngine | Episodes, finished: Sequence[Generated]) -> None:
-        if finished or not generator.num_unfinished:
+        is_idle = not generator.num_unfinished
+        if finished or is_idle:
             done = {generated.id for generated, _ in self._finished}
-            running = {packed for packed, sample in self._inflight.items() if sample.call.role == role} - done
-            call_semantics.check_left(role, [generated.id for generated in finished], running, is_idle=not generator.num_unfinished)
+            ids = self._inflight if is_idle else [generated.id for generated in finished]
+            running = {one for one in ids if one in self._inflight and self._inflight[one].call.role == role and one not in done}
+            call_semantics.check_left(role, [generated.id for generated in finished], running, is_idle=is_idle)
 
     def _waits_for_agents(self, at_ns: int, *, is_waiting: bool) -> None:
         """Record the time in which an engine had nothing to do but to wait for agents and their tools, as few spans."""
