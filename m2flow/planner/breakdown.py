@@ -240,6 +240,8 @@ def _cause(problem: Problem, node: Pair, which: str) -> str:
 
 def _leaf_path(leaf: Leaf, which: str) -> Iterator[TimeTerm]:
     seconds, option = float(getattr(leaf.times, which)), leaf.option
+    if not float(leaf.times.total):  # It works in other steps alone, and is not switched to in this one.
+        return
     come = option.come_s if which != "last" else 0.0
     leave = option.leave_s if which != "first" else 0.0
     what = f"switch to {leaf.engine}" if option.is_swapped else f"cache and graphs of {leaf.engine} rebuilt"

@@ -31,6 +31,7 @@ ONCE_WRONG = (
     ("distill", "h100-64", "Qwen3-30B-A3B", "short"),
     ("judge", "h100-1024", "Qwen2.5-32B", "12k"),
     ("ppo", "h100-256", "Qwen3-235B-A22B", "short"),
+    ("judge", "h100-64", "Llama-3.1-8B", "short"),  # since it was charged a switch to an engine of other steps,
     ("distill", "h100-1024", "Llama-3.1-8B", "short"),  # or devices were lent that nobody could stand in for.
     ("distill", "h100-256", "Qwen3-235B-A22B", "short"),
 )
