@@ -551,7 +551,7 @@ def _this_machine(pool: PoolSpec) -> PoolSpec:
 def _device_of(model: str) -> str:
     """Map the driver's name (`NVIDIA H100 80GB HBM3`) to the name in the device list."""
     words = model.lower().replace("-", " ").split()
-    name = next((word for word in words if word in ("h100", "h800", "h200", "h20", "b200", "l40s", "a100")), "")
+    name = next((word for word in words if word in ("h100", "h800", "h200", "h20", "gb200", "b200", "l40s", "a100")), "")
     if not name:
         now = "Say what it can do in a device list of yours, and plan with `pools:`."
         raise SpecError(f"this machine's GPU is a {model.strip() or 'device without a name'}, which the device list does not have", now=now)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.errors import SpecError
-from m2flow.planner.pools import GIB, device_list, pools_of
+from m2flow.planner.pools import GIB, _device_of, device_list, pools_of
 from m2flow.runs.cluster_file import load_cluster
 from m2flow.spec import ClusterSpec, PoolSpec
 
@@ -111,3 +111,20 @@ def test_a_gather_moves_what_the_others_have_over_the_slowest_link() -> None:
     assert pool.gather_s(8e9, 8) == pytest.approx(7e9 / 80e9 + latency)
     assert pool.gather_s(8e9, 4, stride=8) == pytest.approx(3 / 4 * 8e9 / 8e9 + pool.device.network_collective_s)
     assert pool.gather_s(8e9, 32) == pytest.approx(7e9 / 80e9 + 3 / 4 * 1e9 / 8e9 + pool.device.network_collective_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-PCIE-40GB", "a100-40"), ("NVIDIA L40S", "l40s"),
+    ],
+)  # fmt: skip
+def test_a_drivers_name_is_found_in_the_device_list(model: str, name: str) -> None:
+    assert _device_of(model) == name
+    assert name in device_list().names
+
+
+def test_a_gpu_that_the_list_lacks_is_named() -> None:
+    with pytest.raises(SpecError, match="a Quadro, which the device list does not have"):
+        _device_of("Quadro")
