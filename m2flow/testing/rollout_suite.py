@@ -735,7 +735,7 @@ def _check_that_what_was_asked_is_kept(factory: Factory, make_room: Callable[[Ro
     with started(factory) as engine:
         whole = generate(engine, requests)
         engine.add(requests)
-        done = {sample.id: sample for sample in engine.step()}
+        done = stepped(engine, 1)
         time.sleep(after_s)
         make_room(engine)
         assert engine.num_unfinished == len(requests) - len(done)
