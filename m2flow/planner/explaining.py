@@ -24,7 +24,7 @@ from m2flow.engines.registry import ONE_F_ONE_B
 from m2flow.errors import DoesNotFit
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, HeldPart, Layout, StageOrder
 from m2flow.micro.protocol.plan import Choice, Placement, Plan, Stage, TimeTerm, WorkerPlan, in_columns
-from m2flow.planner.pools import device_list, spreading
+from m2flow.planner.pools import device_list, host_memory_gib, spreading
 from m2flow.spec import ClusterSpec, PoolSpec
 
 _GIB = 2**30
@@ -625,7 +625,7 @@ def _specs_together(spec: ClusterSpec) -> Iterator[tuple[str, str, ClusterSpec]]
 def _more_host_memory(spec: ClusterSpec) -> Iterator[tuple[str, str, ClusterSpec]]:
     devices = device_list(spec.devices)
     for times in (1.25, 1.5, 2, 3, 4):
-        sizes = {name: times * (pool.host_memory_gib or devices.find(pool.device).host_memory_gib) for name, pool in spec.pools.items()}
+        sizes = {name: times * host_memory_gib(pool, devices.find(pool.device)) for name, pool in spec.pools.items()}
         pools = {name: pool.model_copy(update={"host_memory_gib": sizes[name]}) for name, pool in spec.pools.items()}
         if pools:
             yield "host", f"{max(sizes.values()):.0f} GiB of host memory in a node", spec.model_copy(update={"pools": pools})

@@ -55,6 +55,8 @@ class Device:
     """Between the device and pinned memory of its host, in each direction."""
     link_gb_s: float
     """Between the devices of a node, for each device, in each direction."""
+    node_devices: float
+    """Devices of the node that the next three are of."""
     network_gb_s: float
     """Between a whole node and the others, in each direction."""
     host_memory_gib: float
@@ -101,6 +103,10 @@ class Device:
         """Peak dense operations a second on numbers of this many bytes."""
         return 1e12 * (self.fp32_tflops if num_bytes >= 4 else self.bf16_tflops)
 
+    def each_of_node(self, num_devices: int) -> float:
+        """The part of a node's network and host memory that each of so many devices gets: those of a smaller node have no more."""
+        return 1 / max(self.node_devices, num_devices)
+
     def imbalance(self, share: float) -> float:
         """Ratio of the busiest device's work to the mean, if this share of the work is distributed by expert."""
         return 1 + (self.expert_imbalance - 1) * share
@@ -123,7 +129,7 @@ def _unit(name: str) -> str:
     for suffix, unit in (("tflops", "10^12 FLOP/s"), ("gib", "GiB"), ("gb_s", "10^9 B/s")):
         if name.endswith(suffix):
             return unit
-    return "1" if name in _FRACTIONS or name == "expert_imbalance" else "s"
+    return "1" if name in _FRACTIONS or name in ("expert_imbalance", "node_devices") else "s"
 
 
 class DeviceList:
@@ -463,7 +469,7 @@ class Pool:
     @property
     def host_step_bytes_s(self) -> float:
         """Rate of an optimiser step on the host: this device's share."""
-        return self.device.host_memory_gb_s * 1e9 * self.device.step_mbu / self.per_node
+        return self.device.host_memory_gb_s * 1e9 * self.device.step_mbu * self.device.each_of_node(self.per_node)
 
     def host_link_bytes_s(self, *, is_pinned: bool) -> float:
         return self.pinned_bytes_s * (1.0 if is_pinned else self.device.pageable)
@@ -521,23 +527,32 @@ def pools_of(spec: ClusterSpec, own: Overrides | None = None) -> dict[str, Pool]
 
 def _pool(name: str, spec: PoolSpec, device: Device, attained: Attained) -> Pool:
     memory = (spec.memory_gib or device.memory_gib) * GIB
-    host = (spec.host_memory_gib or device.host_memory_gib) * GIB
+    network = (
+        spec.network_gb_s / spec.devices_per_node if spec.network_gb_s else device.network_gb_s * device.each_of_node(spec.devices_per_node)
+    )
     return Pool(
         name=name,
         device=device,
         num_nodes=spec.nodes,
         per_node=spec.devices_per_node,
         memory_bytes=int(memory * device.usable_memory),
-        host_bytes=0 if device.shares_host_memory else int(host * device.usable_host_memory / spec.devices_per_node),
+        host_bytes=0
+        if device.shares_host_memory
+        else int(host_memory_gib(spec, device) * GIB * device.usable_host_memory / spec.devices_per_node),
         link_bytes_s=(spec.link_gb_s or device.link_gb_s) * 1e9 * device.attained_link,
-        network_bytes_s=(spec.network_gb_s or device.network_gb_s) * 1e9 * device.attained_link / spec.devices_per_node,
+        network_bytes_s=network * 1e9 * device.attained_link,
         pinned_bytes_s=(spec.host_link_gb_s or device.host_link_gb_s) * 1e9 * device.attained_link,
         attained=attained,
     )
 
 
+def host_memory_gib(spec: PoolSpec, device: Device) -> float:
+    """Host memory of a node of a pool."""
+    return spec.host_memory_gib or device.host_memory_gib * spec.devices_per_node * device.each_of_node(spec.devices_per_node)
+
+
 def _this_machine(pool: PoolSpec) -> PoolSpec:
-    """Fill in what the spec leaves open: the memory of each core, or the GPU's name."""
+    """Fill in what the spec leaves open: the memory of each core, or the GPU's name and the host's memory."""
     if pool.device == "cpu":
         memory = None if pool.memory_gib else _memory_gib()
         return pool.model_copy(update={"memory_gib": memory / pool.devices_per_node}) if memory else pool

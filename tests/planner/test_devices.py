@@ -96,6 +96,21 @@ def test_a_pool_says_what_its_spec_says_and_else_what_the_list_says() -> None:
     assert (a.pinned_bytes_s, b.pinned_bytes_s) == (0.8 * 64e9, 0.8 * 2e9)
 
 
+def test_a_device_of_a_smaller_node_has_its_share_of_the_network_and_of_the_host_and_no_more() -> None:
+    sizes = {num: PoolSpec(device="h100", devices_per_node=num) for num in (1, 4, 8, 16)}
+    one, four, eight, sixteen = pools_of(ClusterSpec(pools={f"of-{num}": pool for num, pool in sizes.items()})).values()
+    for few in (one, four):
+        assert (few.network_bytes_s, few.host_bytes) == (eight.network_bytes_s, eight.host_bytes)
+        assert few.host_step_bytes_s == eight.host_step_bytes_s
+    assert eight.network_bytes_s == pytest.approx(0.8 * 50e9)
+    assert sixteen.network_bytes_s == pytest.approx(eight.network_bytes_s / 2)
+    tray = pools_of(ClusterSpec(pools={"tray": PoolSpec(device="gb200", nodes=16, devices_per_node=4)}))["tray"]
+    assert tray.network_bytes_s == pytest.approx(0.8 * 50e9)
+    own = PoolSpec(device="h100", devices_per_node=1, network_gb_s=100, host_memory_gib=512)  # Of that node.
+    (alone,) = pools_of(ClusterSpec(pools={"main": own})).values()
+    assert (alone.network_bytes_s, alone.host_bytes) == (0.8 * 100e9, int(512 * GIB * alone.device.usable_host_memory))
+
+
 def test_without_pools_the_cores_of_this_machine_are_the_devices() -> None:
     (pool,) = pools_of(ClusterSpec(device="cpu", cores=3)).values()
     assert (pool.name, pool.num_devices, pool.device.name, pool.host_bytes) == ("", 3, "cpu", 0)
