@@ -546,7 +546,7 @@ def simulate_flow_command(
     if compare and ctx.get_parameter_source("steps") is not click.core.ParameterSource.COMMANDLINE:
         steps = NUM_STEPS
     known = KnownValues(tuple(Assumption.parse(text) for text in inputs.assume))
-    for doubt in read_profile(profile).doubts(spec) if profile else ():
+    for doubt in read_profile(profile).doubts(spec, flow.name) if profile else ():
         click.echo(f"note: {doubt}", err=True)
     scenario = prepared(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)
     if UNKNOWN_TOOLS in scenario.question.doubts:

@@ -513,7 +513,7 @@ def question_of(
     has_agents = any("agent" in call.options for call in graph.calls)
     blind = (UNKNOWN_TOOLS,) if has_agents and not costs.episodes().episodes else ()
     workload, deaf = with_waits(workload, costs, spec)
-    doubts = (*cuts, *(measured.doubts(spec) if measured else ()), *blind, *deaf)
+    doubts = (*cuts, *(measured.doubts(spec, graph.flow) if measured else ()), *blind, *deaf)
     return Question(workload, found, known is not None, costs, spec, doubts, partial(_lowered, graph, models, spec, copies))
 
 

@@ -25,6 +25,7 @@ constants where both are known; so is a trainer with another number of ranks. Ot
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import math
@@ -39,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from m2flow.errors import SpecError
+from m2flow.errors import ModelError, SpecError
 from m2flow.micro.lowering.placement import device_of
 from m2flow.micro.protocol.cost_terms import (
     Arithmetic,
@@ -59,7 +60,7 @@ from m2flow.micro.protocol.cost_terms import (
     TrainCost,
 )
 from m2flow.micro.protocol.plan import SyncTransport
-from m2flow.planner.cost_model import ModelledCosts
+from m2flow.planner.cost_model import ModelledCosts, shapes_of
 from m2flow.planner.pools import Overrides
 from m2flow.recipe import Model
 from m2flow.rollout_scheduling.lengths import Lengths, Measured
@@ -438,29 +439,49 @@ class Profile(msgspec.Struct, frozen=True):
         changed = [name for name in then.versions if now.versions.get(name) != then.versions[name]]
         return found + [f"{name} was {then.versions[name]} and is {now.versions.get(name, 'not there')}" for name in changed]
 
-    def doubts(self, spec: ClusterSpec) -> list[str]:
-        """List why the profile may not apply to this cluster."""
+    def doubts(self, spec: ClusterSpec, flow: str) -> list[str]:
+        """List why the profile may not apply to this flow on this cluster."""
+        what = f"the profile is of {self.flow}: {flow} is planned with its lengths and its times, and what it has none of is modelled"
+        return [what] * (self.flow not in ("", flow)) + self._doubts_of(spec)
+
+    def _doubts_of(self, spec: ClusterSpec) -> list[str]:
         if spec.pools:
             missing = [pool for pool in spec.pools if not any(engine.pool == pool for engine in self.engines)]
             what = f"the profile is of {self.machine.processor or 'other engines'}, and says nothing about {', '.join(missing)}"
             return [f"{what}: these are modelled"] if missing and (self.engines or self.machine.processor) else []
-        return [f"the profile may not hold here: {line}" for line in self.machine_changes(device_of(spec))]
+        changes = self.machine_changes(device_of(spec)) if self.machine.processor else []  # A file by hand is of no machine.
+        return [f"the profile may not hold here: {line}" for line in changes]
 
     def check(self, models: Mapping[str, Model], spec: ClusterSpec) -> None:
         """Refuse a profile of other models or engines.
 
         Raises:
-            SpecError: the profile was measured with another model or engine.
+            SpecError: the profile was measured with another model than the flow's or the spec's (`shapes`), or another engine.
         """
         now = "Measure again: m2flow profile FLOW --cluster SPEC."
         for role, model in models.items():
             told = model_description(model)
             if role in self.models and self.models[role] != told:
                 raise SpecError(f"the profile was made with another model for {role}: {self.models[role]}, not {told}", now=now)
+        for role in self._in_other_sizes(models, spec):
+            what = f"the profile was made with another model for {role} than `shapes` says: {self.models[role]}"
+            raise SpecError(what, now="Leave out the shape or the profile: its times are those of its model.")
         engines = {"rollout": spec.rollout.engine, "train": spec.train.engine}
         for found in self.engines:
             if found.engine and found.engine != engines[found.kind]:
                 raise SpecError(f"the profile measured the {found.kind} engine {found.engine!r}, not {engines[found.kind]!r}", now=now)
+
+    def _in_other_sizes(self, models: Mapping[str, Model], spec: ClusterSpec) -> list[str]:
+        """Roles of which the spec says another size than their own model has, where the profile has times of that."""
+        timed = {one.role for one in self.engines if one.pool in spec.planned_pools} & models.keys() & self.models.keys()
+        planned = shapes_of(models, spec) if spec.shapes and timed else {}
+        plain = spec.model_copy(update={"shapes": {}})
+        found = []
+        for role in sorted(timed & planned.keys()):
+            with contextlib.suppress(ModelError):  # Where its own model is not here, nothing can be compared.
+                if shapes_of({role: models[role]}, plain)[role].num_parameters != planned[role].num_parameters:
+                    found.append(role)
+        return found
 
     def constants(self) -> dict[str, Constant]:
         """All constants by dotted name, with their sources."""

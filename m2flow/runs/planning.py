@@ -172,7 +172,11 @@ def make_plan(
     found = paced(found, graph, models, spec, profile)
     foreseen = None
     if found.choice is None and profile is not None:
-        read_profile(profile).check(models, spec)
+        measured = read_profile(profile)
+        measured.check(models, spec)
+        doubts = tuple(measured.doubts(spec, graph.flow))
+        for doubt in doubts:
+            note(doubt)
         foreseen = forecast(found, spec, lambda other: question_of(graph, models, other, lengths=lengths, profile=profile))
     return Planned(target, dict(options), spec, seed, steps, exploration, found, foreseen, tuple(tried), doubts)
 

@@ -284,9 +284,28 @@ def test_a_profile_of_another_machine_says_how_it_differs() -> None:
     assert any(line == "the device was cpu and is cuda:0" for line in told)
 
 
+def test_a_profile_of_another_flow_is_doubted_and_one_by_hand_is_not() -> None:
+    (doubt,) = PROFILE.doubts(ClusterSpec(device="cpu"), "another")
+    assert PROFILE.flow in doubt
+    assert "another" in doubt
+    assert Profile().doubts(ClusterSpec(device="cpu"), "another") == []
+
+
+def test_a_profile_of_another_model_than_the_shapes_say_is_refused() -> None:
+    """Its times would be those of a model that is a thousand times as small."""
+    digits = Model(str(DIGITS), init="random")
+    found = msgspec.structs.replace(PROFILE, models={"policy": model_description(digits)})
+    found.check({"policy": digits}, ClusterSpec())
+    larger = ClusterSpec(shapes={"policy": "Qwen2.5-7B"})
+    with pytest.raises(SpecError, match="another model for policy than `shapes` says: digits"):
+        found.check({"policy": digits}, larger)
+    elsewhere = larger.model_copy(update={"pools": {"h100s": PoolSpec(device="h100")}})
+    found.check({"policy": digits}, elsewhere)  # Nothing there is timed by it.
+
+
 def test_a_profile_says_nothing_about_pools_elsewhere() -> None:
-    assert PROFILE.doubts(ClusterSpec(device="cpu")) == []
-    (doubt,) = PROFILE.doubts(ClusterSpec(pools={"h100s": PoolSpec(device="h100")}))
+    assert PROFILE.doubts(ClusterSpec(device="cpu"), PROFILE.flow) == []
+    (doubt,) = PROFILE.doubts(ClusterSpec(pools={"h100s": PoolSpec(device="h100")}), PROFILE.flow)
     assert "says nothing about h100s" in doubt
 
 
