@@ -466,8 +466,9 @@ def _together(flow: str, engines: Sequence[EngineId], costs: Costs, spec: Cluste
     apart = " + ".join(f"{unit} for {engine}" for engine, unit in units)
     ways = _first_of_each(_specs_together(spec), costs, spec, lambda asked, other: need(asked, other)[0] <= 0)
     if short <= 0:
-        reason = f"each engine fits, and so do all when they take turns with {pool or 'this machine'}; what is pinned allows no plan"
-        return DoesNotFit(f"no plan of {flow} fits {spec.name}: {reason}", now="Change or drop `pin` in the cluster spec.")
+        what, field = ("what is pinned allows", "pin") if spec.pin else ("what the spec says of engines allows", "rollout` and `train")
+        reason = f"each engine fits, and so do all when they take turns with {pool or 'this machine'}; {what} no plan"
+        return DoesNotFit(f"no plan of {flow} fits {spec.name}: {reason}", now=f"Change or drop `{field}` in the cluster spec.")
     now = _now(ways, f"On devices of their own they need {apart} at the least.")
     return DoesNotFit(f"no plan of {flow} fits {spec.name}: each engine fits alone, but {what}", now=now)
 
@@ -488,6 +489,13 @@ def _turns(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, pool: s
     if not spec.may_offload or not host:
         words = f"taking turns they keep {_gib(kept)} on each device of {where} and need {_gib(most)} more to work"
         return kept + most - capacity, pool, f"{words}: {_gib(kept + most - capacity)} more than the {_gib(capacity)} there are"
+    stays = [costs.switch(engine, pool, one.footprint).kept_bytes for engine, one in zip(engines, chosen, strict=True)]
+    over = [one.footprint.device_bytes + sum(stays) - own - capacity for one, own in zip(chosen, stays, strict=True)]
+    if (worst := max(over)) > 0:
+        at = over.index(worst)
+        others = sum(stays) - stays[at]
+        words = f"offloaded, the others keep {_gib(others)} on each device of {where}, beside {_gib(chosen[at].footprint.device_bytes)}"
+        return worst, pool, f"{words} of {engines[at]}: {_gib(worst)} more than the {_gib(capacity)} there are"
     away = sum(one.footprint.kept_bytes + one.footprint.host for one in chosen)
     words = f"taking turns they keep {_gib(away)} for each device of {where} in the host's memory"
     return away - host, pool, f"{words}: {_gib(away - host)} more than the {_gib(host)} there are"
@@ -587,25 +595,34 @@ def _specs_alone(engine: EngineId, spec: ClusterSpec, *, is_host: bool) -> Itera
         part = (spec.rollout if kind == "rollout" else spec.train).model_copy(update={"engine": name})
         yield "engine", f"`{kind}: {{engine: {name}}}`, which spreads a model over devices", spec.model_copy(update={kind: part})
     if engine.kind == "train":
-        budget = spec.train.token_budget
-        while budget > 1024:
-            budget //= 2
-            smaller = spec.train.model_copy(update={"token_budget": budget})
-            yield "budget", f"`train: {{token_budget: {budget}}}`: smaller micro-batches", spec.model_copy(update={"train": smaller})
+        yield from _smaller_budgets(spec)
     if is_host:
         yield from _more_host_memory(spec)
-    elif spec.pools:
-        devices = device_list(spec.devices)
-        for device in sorted((devices.find(name) for name in devices.names), key=lambda device: device.memory_gib):
-            if not device.shares_host_memory and all(device.memory_gib > _memory_gib(pool, spec) for pool in spec.pools.values()):
-                larger = {
-                    name: PoolSpec(device=device.name, nodes=p.nodes, devices_per_node=p.devices_per_node) for name, p in spec.pools.items()
-                }
-                yield "device", f"{device.name} devices, of {device.memory_gib:g} GiB each", spec.model_copy(update={"pools": larger})
+    else:
+        yield from _larger_devices(spec)
     yield from _more_nodes(spec)
 
 
+def _smaller_budgets(spec: ClusterSpec) -> Iterator[tuple[str, str, ClusterSpec]]:
+    budget = spec.train.token_budget
+    while budget > 1024:
+        budget //= 2
+        smaller = spec.train.model_copy(update={"token_budget": budget})
+        yield "budget", f"`train: {{token_budget: {budget}}}`: smaller micro-batches", spec.model_copy(update={"train": smaller})
+
+
+def _larger_devices(spec: ClusterSpec) -> Iterator[tuple[str, str, ClusterSpec]]:
+    devices = device_list(spec.devices)
+    for device in sorted((devices.find(name) for name in devices.names), key=lambda device: device.memory_gib) if spec.pools else ():
+        if not device.shares_host_memory and all(device.memory_gib > _memory_gib(pool, spec) for pool in spec.pools.values()):
+            larger = {
+                name: PoolSpec(device=device.name, nodes=p.nodes, devices_per_node=p.devices_per_node) for name, p in spec.pools.items()
+            }
+            yield "device", f"{device.name} devices, of {device.memory_gib:g} GiB each", spec.model_copy(update={"pools": larger})
+
+
 def _specs_together(spec: ClusterSpec) -> Iterator[tuple[str, str, ClusterSpec]]:
+    yield from _smaller_budgets(spec)
     if not spec.may_offload:
         yield "offload", "`may_offload: true`: engines that wait go to the host's memory", spec.model_copy(update={"may_offload": True})
     else:
@@ -619,6 +636,7 @@ def _specs_together(spec: ClusterSpec) -> Iterator[tuple[str, str, ClusterSpec]]
             f"`rollout: {{max_running: {running}}}`: fewer samples that decode together",
             spec.model_copy(update={"rollout": fewer}),
         )
+    yield from _larger_devices(spec)
     yield from _more_nodes(spec)
 
 

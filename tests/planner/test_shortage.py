@@ -1,6 +1,7 @@
 """What is said when nothing fits: how many bytes are short, and changes that do fit when they are made."""
 
 import pytest
+from modelled_problems import modelled
 
 from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import EngineId, Layout
@@ -115,6 +116,21 @@ def test_fewer_samples_that_decode_together_are_named_where_they_make_room() -> 
         kept = rollout.kept_bytes + least.kept_bytes
         most = max(rollout.device_bytes - rollout.kept_bytes, least.device_bytes - least.kept_bytes)
         assert (kept + most <= asked.device_bytes("main")) is fits
+
+
+def test_what_offloaded_engines_keep_on_a_device_is_named_where_it_leaves_no_room() -> None:
+    """Nothing is pinned, and each engine fits: what is short are the contexts of those that wait."""
+    problem = modelled(1, device="l40s", model="Qwen2.5-1.5B", num_prompts=8)
+    spec = problem.spec.model_copy(update={"train": TrainSpec(engine="fsdp", token_budget=16_384)})
+    asked = problem.costs.for_spec(spec)
+    assert asked is not None
+    with pytest.raises(PlanError) as refusal:
+        find_plan(problem.workload, problem.lengths, asked, spec)
+    text = str(refusal.value)
+    assert "pin" not in text
+    assert "offloaded, the others keep 3.0 GiB on each device of main, beside" in text
+    assert "more than the 41.4 GiB there are" in text
+    assert "a100-80 devices, of 80 GiB each" in text
 
 
 def test_a_host_without_room_is_told_how_much_it_would_need() -> None:
