@@ -220,7 +220,8 @@ def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, m
     """The decode cost of one instance that runs up to `max_running` samples at once."""
     device, tp, host = pool.device, layout.tp, pool.attained.rollout
     flops = device.decode_mfu * device.flops(shape.bytes_each)
-    fixed_s, more_s = (num / (tp * pool.decode_bytes_s) for num in _weights_line(shape, max_running))
+    each = -(-max_running // layout.pp)
+    fixed_s, more_s = (num / (tp * pool.decode_bytes_s) for num in _weights_line(shape, each))
     step_s = (
         fixed_s
         + (shape.num_layers - shape.num_dense_layers) * host.expert_layer_s.value
@@ -234,9 +235,9 @@ def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, m
     reduced_s = _reduced_s(shape, pool, layout)
     sample_s = (
         max(kv_token_bytes(shape, layout) * layout.pp * extent.context / pool.decode_bytes_s, attention_s)
-        + max(0.0, shape.token_flops * imbalance / (tp * flops) - fixed_s / max_running - more_s)
+        + max(more_s, shape.token_flops * imbalance / (tp * flops) - fixed_s / each)
         + reduced_s
-    ) / layout.pp + (more_s + host.host_sample_s.value)
+    ) / layout.pp + host.host_sample_s.value
     prefill = shape.token_flops * imbalance + shape.attention_flops * extent.prompt
     prefill_s = prefill / (tp * layout.pp * device.prefill_mfu * device.flops(shape.bytes_each)) + reduced_s / layout.pp
     return DecodeCost(step_s, sample_s, prefill_s, max_running)
@@ -244,8 +245,7 @@ def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, m
 
 def _weights_line(shape: ModelShape, max_running: int) -> tuple[float, float]:
     """Bytes of weights that a decode step reads, and what each sample adds by its experts: exact for the largest batch and a quarter."""
-    few = -(-max_running // 4)
-    most = weights_read(shape, max_running)
+    few, most = -(-max_running // 4), weights_read(shape, max_running)
     more = (most - weights_read(shape, few)) / max(max_running - few, 1)
     return most - more * max_running, more
 
@@ -269,7 +269,7 @@ def weights_read(shape: ModelShape, num_running: int) -> float:
 def decode_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: DecodeCost, extent: Extent) -> dict[str, Constant]:
     """The constants of an instance, each with its formula."""
     tp, device = layout.tp, pool.device
-    read, more = (num / 1e9 for num in _weights_line(shape, cost.max_running))
+    read, more = (num / 1e9 for num in _weights_line(shape, -(-cost.max_running // layout.pp)))
     step = f"{read:.3g} GB of weights / ({tp} x {device.decode_mbu:g} x {device.memory_gb_s:g} GB/s) + launch and {shape.num_layers} layers"
     cache = kv_token_bytes(shape, layout) * extent.context / 1e9
     peak = device.flops(shape.bytes_each) / 1e12

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from m2flow.engines.contract import ParallelLayouts
 from m2flow.errors import EngineError, ModelError, SpecError
 from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout, PassCost, StageOrder
-from m2flow.planner.cost_model import ModelledCosts, shapes_of, train_cost
+from m2flow.planner.cost_model import ModelledCosts, decode_cost, kv_token_bytes, shapes_of, train_cost, weights_read
 from m2flow.planner.model_shapes import ModelShape, adapted, shape_named, zoo
 from m2flow.planner.pools import GIB, Passes, bubble_share, legal_layouts, offered
 from m2flow.planner.workload import CallLoad, Extent, Workload
@@ -267,6 +267,26 @@ def test_a_decode_step_reads_more_experts_as_its_batch_grows() -> None:
     assert cost.step_s < read_s[8] + layers_s + pool.device.launch_s + beside.host_step_s.value
     dense = costs("Qwen3-32B", "h100", nodes=4)
     assert dense.decode(ROLLOUT, "main", Layout(tp=8, dp=4)).step_s > weights_read(dense.shape(ROLLOUT), 1) / (8 * pool.decode_bytes_s)
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-70B", "Qwen3-235B-A22B"])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_stage_reads_and_computes_for_the_samples_of_its_own_batch(model: str, pp: int) -> None:
+    """With pp stages a pp-th of the samples is in each: reading their experts or computing takes the longer of both, and not more."""
+    asked = costs(model, "h200", nodes=16, workload=step(1024, 16))
+    layout, shape, pool, extent = Layout(tp=8, pp=pp), asked.shape(ROLLOUT), asked.pool("main"), asked.extent("policy")
+    found, host = decode_cost(shape, pool, layout, extent, 256), pool.attained.rollout
+    each = 256 // pp
+    rate = pool.device.decode_mfu * pool.device.flops(2)
+    attention_s = 2 * shape.attention_flops * extent.context / (8 * rate)
+    cache_s = max(kv_token_bytes(shape, layout) * pp * extent.context / pool.decode_bytes_s, attention_s)
+    weights_s = max(weights_read(shape, each) / (8 * pool.decode_bytes_s), each * shape.token_flops / (8 * rate))
+    layers_s = shape.num_layers * (pool.device.layer_s + 2 * pool.latency_s(8))
+    layers_s += (shape.num_layers - shape.num_dense_layers) * host.expert_layer_s.value * (shape.num_experts > 0)
+    beside_s = layers_s + pool.device.launch_s + host.host_step_s.value + (pp - 1) * pool.latency_s(8 * pp)
+    reduced_s = 4 * 7 / 8 * shape.num_layers * shape.hidden * 2 / pool.between_bytes_s(8)
+    expected = weights_s + each * (cache_s + reduced_s) + 256 * host.host_sample_s.value + beside_s
+    assert found.seconds(256) == pytest.approx(expected, rel=1e-6)
 
 
 def test_layouts_use_all_devices_and_keep_tensor_groups_inside_a_node() -> None:
