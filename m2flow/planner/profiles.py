@@ -277,7 +277,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        return self.degrees or Layout(tp=self.num_devices // self.ranks, dp=self.ranks)
+        return self.degrees or Layout(tp=self.num_devices // max(self.ranks, 1), dp=self.ranks)
 
 
 class MeasuredFunction(msgspec.Struct, frozen=True):
@@ -378,9 +378,10 @@ class Profile(msgspec.Struct, frozen=True):
 
     def engine_in(self, engine: EngineId, pool: str, layout: Layout) -> MeasuredEngine | None:
         """Find the constants of an engine in exactly this layout; of a rollout engine, with any number of instances."""
-        wanted = msgspec.structs.replace(layout, dp=1) if engine.kind == "rollout" else layout
+        dp = {"dp": 1} if engine.kind == "rollout" else {}
+        wanted = msgspec.structs.replace(layout, **dp)
         of_pool = (one for one in self.engines if (one.role, one.kind, one.pool) == (engine.role, engine.kind, pool))
-        return next((one for one in of_pool if one.degrees == wanted), None)
+        return next((one for one in of_pool if one.degrees and msgspec.structs.replace(one.degrees, **dp) == wanted), None)
 
     def updated(self, newer: Profile) -> Profile:
         """Merge with a newer profile, which takes precedence wherever it has values."""
@@ -571,6 +572,11 @@ def _by_hand(file: Path) -> Profile:
     unknown = list(_unknown(given, msgspec.to_builtins(found), ""))
     if unknown:
         raise SpecError(f"{file}: {unknown[0]}: no such field", now="m2flow/planner/profiles.py shows its form.")
+    for one in found.engines:
+        degrees = one.layout.tp, one.layout.pp, one.layout.sp, one.layout.dp, one.layout.ep
+        if min(degrees) < 1:
+            now = "Say its whole layout, as `degrees: {tp: 4}`; of a rollout engine, that of one instance."
+            raise SpecError(f"{file}: the times of {one.name} are of no layout", now=now)
     return found
 
 
@@ -662,8 +668,8 @@ class ProfiledCosts(Costs):
         known = self._other(engine, pool, lambda one: one.decode is not None)
         if known is None:
             return modelled
-        there = known.layout
-        return _scaled(modelled, self.decode(engine, pool, there), self.modelled.decode(engine, pool, there))
+        there = self.modelled.decode(engine, pool, known.layout)
+        return _scaled(modelled, self._decode_cost(engine, known, there), there)
 
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         modelled = self.modelled.train(engine, pool, layout)

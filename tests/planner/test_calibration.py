@@ -152,10 +152,24 @@ def test_a_cluster_s_costs_file_says_what_its_layouts_take(tmp_path: Path) -> No
     assert other == pytest.approx(2e-5, rel=0.05)  # Another layout is modelled, with the model's error of the one that is known.
 
 
+@pytest.mark.parametrize("layout", ["degrees: {tp: 4, dp: 2}", "num_devices: 8, ranks: 2"])
+def test_times_of_several_instances_are_those_of_one_and_correct_other_layouts(layout: str, tmp_path: Path) -> None:
+    times = "decode: {step_s: 0.02, sample_s: 0.0001}"
+    (tmp_path / "mine.yaml").write_text(f"engines: [{{role: policy, kind: rollout, pool: main, {layout}, {times}}}]")
+    inner = modelled(8).costs
+    assert isinstance(inner, ModelledCosts)
+    costs, known, other = ProfiledCosts(read_profile(tmp_path / "mine.yaml"), inner), Layout(tp=4, dp=2), Layout(tp=2, dp=4)
+    wrong = 0.02 / inner.decode(ROLLOUT, "main", known).step_s
+    assert costs.decode(ROLLOUT, "main", known).step_s == pytest.approx(0.02)
+    assert costs.decode(ROLLOUT, "main", other).step_s == pytest.approx(wrong * inner.decode(ROLLOUT, "main", other).step_s)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("engines: [{role: policy, kind: rollout, decode: {steps_s: 1}}]", r"engines\[0\].decode.steps_s: no such field"),
+        ("engines: [{role: policy, kind: rollout, decode: {step_s: 1, sample_s: 0}}]", "the times of policy.rollout are of no layout"),
+        ("engines: [{role: policy, kind: train, degrees: {tp: 0}, update: {token_s: 1}}]", "the times of policy.train are of no layout"),
         ("engines: [{kind: rollout}]", "role"),
         ("attained: {rollout: {sglang: {wakes_s: {value: 1, low: 1, high: 1, source: x}}}}", "wakes_s: no such number"),
         ("attained: {rollout: {sglang: {wake_s: {value: 5, low: 1, high: 1, source: x}}}}", "outside of its interval"),
