@@ -502,11 +502,13 @@ def _turns(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, pool: s
 
 
 def _tries(engine: EngineId, costs: Costs, spec: ClusterSpec) -> Iterator[_Try]:
-    """Try an engine on the divisors of a node, and on doubling numbers of nodes up to all of them."""
+    """Try an engine on the divisors of a node, on doubling numbers of nodes up to all of them, and on as many devices as a pin says."""
+    pin = spec.pin_of(engine.role, engine.kind)
+    own = pin.devices[1] - pin.devices[0] if pin.devices else pin.num_devices
     for name, pool in spec.planned_pools.items():
         inside = [num for num in range(1, pool.devices_per_node + 1) if pool.devices_per_node % num == 0]
         whole = [pool.devices_per_node << i for i in range(1, 16) if 1 << i <= pool.nodes]
-        for num in dict.fromkeys([*inside, *whole, pool.num_devices]):
+        for num in dict.fromkeys([*inside, *whole, pool.num_devices, *([own] if own and own <= pool.num_devices else [])]):
             yield from (_try(engine, costs, name, layout) for layout in costs.layouts(engine, name, num))
 
 

@@ -385,9 +385,8 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
             if pin.pool not in (None, pool):
                 continue
             unit = costs.unit(engine, pool)
-            for num in _counts(unit, size.num_devices, counts[pool] if counts else None):
-                if not _count_allowed(num, pin):
-                    continue
+            own = _own_count(pin)
+            for num in _counts(unit, size.num_devices, counts[pool] if counts else None) if own is None else [own] * (unit > 0):
                 layouts = [layout for layout in costs.layouts(engine, pool, num) if pin is _FREE_PIN or _layout_allowed(layout, pin)]
                 on_device = [layout for layout in layouts if not layout.offload]
                 before = len(found.of[engine])
@@ -470,13 +469,12 @@ def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
 def is_allowed(engine: EngineId, pool: str, layout: Layout, spec: ClusterSpec) -> bool:
     """Whether the spec's pins allow an engine this pool and this layout."""
     pin = pin_of(engine, spec)
-    return pin is _FREE_PIN or (pin.pool in (None, pool) and _count_allowed(layout.num_devices, pin) and _layout_allowed(layout, pin))
+    return pin is _FREE_PIN or (pin.pool in (None, pool) and _own_count(pin) in (None, layout.num_devices) and _layout_allowed(layout, pin))
 
 
-def _count_allowed(num: int, pin: PinSpec) -> bool:
-    if pin.devices is not None and num != pin.devices[1] - pin.devices[0]:
-        return False
-    return pin.num_devices in (None, num)
+def _own_count(pin: PinSpec) -> int | None:
+    """Devices that a pin says, whether or not they are a multiple of the fewest that do."""
+    return pin.devices[1] - pin.devices[0] if pin.devices is not None else pin.num_devices
 
 
 def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:

@@ -195,6 +195,8 @@ def measured_run(run_dir: Path, flow: Flow, options: Mapping[str, object]) -> Pr
     except (OSError, ValueError, KeyError) as error:
         raise SpecError(f"{run_dir} is no run: {error}", now="Give the directory of a run, as `m2flow run` names it.") from None
     settings = RunSettings.model_validate(config["settings"])
+    if (its := (config.get("resolved") or {}).get("flow", flow.name)) != flow.name:
+        raise SpecError(f"{run_dir} is a run of {its}, not of {flow.name}", now=f"Give a run of {flow.name}, or the file of {its}.")
     if settings.eager:
         raise SpecError(f"{run_dir} ran call by call, which says nothing about a plan", now="Give a run without --eager.")
     plain = {name: value for name, value in config["options"].items() if name in {p.name for p in flow.parameters}}

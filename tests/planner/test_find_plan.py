@@ -172,6 +172,19 @@ def test_a_pin_off_the_grid_of_device_counts_is_a_point_of_it() -> None:
     assert (placements["policy.train"].first_device, placements["policy.train"].num_devices) == (3, 40)
 
 
+def test_a_pin_of_any_number_of_devices_on_which_an_engine_fits_is_planned() -> None:
+    """Eleven are no multiple of the four that the trainer needs."""
+    pin = {"policy.rollout": PinSpec(num_devices=5), "policy.train": PinSpec(num_devices=11), "reference": PinSpec(devices=(0, 11))}
+    problem = modelled(16, model="Qwen2.5-32B", pin=pin)
+    assert problem.costs.unit(TRAINER, "main") == 4
+    choice = choice_of(problem)
+    assert {str(one.engine): one.layout.num_devices for one in choice.placements} == {
+        "policy.rollout": 5,
+        "policy.train": 11,
+        "reference.train": 11,
+    }
+
+
 def test_a_pinned_layout_off_the_grid_is_a_point_of_it() -> None:
     choice = choice_of(modelled(64, pin={"policy.rollout": PinSpec(layout=LayoutSpec(dp=3, tp=2))}))
     (placement,) = (placement for placement in choice.placements if placement.engine == POLICY)

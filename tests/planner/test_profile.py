@@ -356,6 +356,10 @@ def test_profile_measures_a_flow_on_fakes_in_both_placements_and_writes_it_down(
         assert planned.length is None or set(samples[step]) == {round(16 * planned.length)}
     again = CliRunner().invoke(cli, ["profile", str(tmp_path / "tiny.py"), "--from", str(first), "--json"])
     assert again.exit_code == 0, again.output
+    (tmp_path / "other.py").write_text(FLOW.replace("def tiny", "def other"))
+    refused = CliRunner().invoke(cli, ["profile", str(tmp_path / "other.py"), "--from", str(first)])
+    assert refused.exit_code == 2
+    assert f"{first} is a run of tiny, not of other" in refused.output
     refitted = read_profile(first)
     measured, before = refitted.engine("policy", "rollout", 2), profile.engine("policy", "rollout", 2)
     assert measured is not None
