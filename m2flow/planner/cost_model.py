@@ -626,7 +626,7 @@ class ModelledCosts(Costs):
             listed = self._layouts(engine, pool, num_devices, like)
             return [layout for layout in listed if layout.has_replicas_of(like)]
         dp = num_devices // size
-        alike = self._accepted_like(engine, found.per_node, Layout(like.tp, like.pp, like.sp, min(dp, 2)))
+        alike = self._accepted_like(engine, found.within(size * min(dp, 2)), Layout(like.tp, like.pp, like.sp, min(dp, 2)))
         layouts = [Layout(one.tp, one.pp, one.sp, dp, one.ep, one.zero, one.offload) for one in alike]
         return layouts if engine.kind == "rollout" else self._with_recomputed(engine, pool, layouts)
 
@@ -643,10 +643,10 @@ class ModelledCosts(Costs):
             return ()
         if found.device.shares_host_memory:
             return thread_layouts(engine.kind, num_devices, found.per_node, self._offers[engine.kind], self._spec.train.ranks)
-        offers, per_node, shape = self._offers[engine.kind], found.per_node, self.shape(engine)
-        legal = self._accepted(engine, legal_layouts(shape, offers, engine.kind, num_devices, per_node, like))
+        offers, within, shape = self._offers[engine.kind], found.within(num_devices), self.shape(engine)
+        legal = self._accepted(engine, legal_layouts(shape, offers, engine.kind, num_devices, within, like))
         if engine.kind == "rollout":
-            return (*legal, *self._over_nodes(engine, num_devices, per_node))
+            return (*legal, *self._over_nodes(engine, num_devices, found.per_node))
         return tuple(self._with_recomputed(engine, pool, legal))
 
     def _accepted(self, engine: EngineId, layouts: Sequence[Layout]) -> Sequence[Layout]:
@@ -676,15 +676,15 @@ class ModelledCosts(Costs):
     def _over_nodes(self, engine: EngineId, num_devices: int, per_node: int) -> tuple[Layout, ...]:
         """Layouts whose tensor parallelism goes over whole nodes, of a rollout engine whose pin asks for it."""
         tp = self._pin(engine).layout.tp or 0
-        if tp <= per_node or tp % per_node or num_devices % tp or not self.shape(engine).is_tp_legal(tp):
-            return ()
-        return (Layout(tp=tp, dp=num_devices // tp),)
+        is_legal = tp > per_node and tp % per_node == num_devices % tp == 0 and self.shape(engine).is_tp_legal(tp)
+        return (Layout(tp=tp, dp=num_devices // tp),) if is_legal else ()
 
     @_memoised
     def unit(self, engine: EngineId, pool: str) -> int:
         found = self._pools[pool]
-        inside = [count for count in range(1, found.per_node + 1) if found.per_node % count == 0]
-        first = next((count for count in inside if self.fits(engine, pool, count)), 0)
+        inside = sorted(range(1, found.per_node + 1), key=lambda num: found.per_node % num > 0)  # Divisors first; others of one node alone.
+        inside = [num for num in inside if found.num_nodes == 1 or found.per_node % num == 0]
+        first = next((num for num in inside if self.fits(engine, pool, num)), 0)
         if first or found.num_nodes == 1:
             return first
         if engine.kind == "rollout":  # Instances have the sizes of replicas, which double.

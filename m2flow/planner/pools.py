@@ -14,7 +14,8 @@ Collectives are modelled by their bytes on the slowest link, inside a node and t
 between engines, and networks that are not flat, are not modelled.
 
 All legal layouts are listed, good or not; memory and pins are the search's concern. Degrees of tensor and sequence parallelism are divisors
-of a node's devices, so that their groups lie inside one node; a pin may ask for tensor parallelism over several nodes.
+of a node's devices, so that their groups lie inside one node (where there is one alone, of the engine's devices); a pin may ask for tensor
+parallelism over several nodes.
 """
 
 from __future__ import annotations
@@ -476,6 +477,10 @@ class Pool:
 
     def is_in_node(self, num_devices: int) -> bool:
         return num_devices <= self.per_node
+
+    def within(self, num_devices: int) -> int:
+        """Devices of which degrees are divisors, so that groups lie inside one node: a node's, or where there is one all that are asked."""
+        return self.per_node if self.num_nodes > 1 else num_devices
 
     def between_bytes_s(self, num_devices: int) -> float:
         """Rate among so many neighbouring devices: the node's links, or the network."""

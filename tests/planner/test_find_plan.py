@@ -21,7 +21,7 @@ from m2flow.planner.search import advice_of, best_plan, find_plan, grid_of
 from m2flow.planner.workload import Draw, Instances, LentRollout
 from m2flow.rollout_scheduling.decode_model import DecodeModel, k_longest_s
 from m2flow.rollout_scheduling.lengths import lognormal
-from m2flow.spec import LayoutSpec, PinSpec
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 
 
 def without_lending(problem: Problem) -> Problem:
@@ -170,6 +170,21 @@ def test_a_pin_off_the_grid_of_device_counts_is_a_point_of_it() -> None:
     placements = {str(placement.engine): placement for placement in choice.placements}
     assert placements["policy.rollout"].num_devices == 24
     assert (placements["policy.train"].first_device, placements["policy.train"].num_devices) == (3, 40)
+
+
+@pytest.mark.parametrize(("model", "few", "more"), [("Qwen2.5-7B", 6, 7), ("Qwen3-30B-A3B", 4, 7)])
+def test_one_more_device_in_a_node_makes_no_plan_slower(model: str, few: int, more: int) -> None:
+    """Tensor groups of two lie inside a node of seven too, on six of them; and what fits on four fits there."""
+    train = TrainSpec(engine="megatron", token_budget=16_384)
+    found = []
+    for num in (few, more):
+        pools = {"main": PoolSpec(device="h100", devices_per_node=num, host_memory_gib=2048)}
+        spec = ClusterSpec(pools=pools, rollout=RolloutSpec(engine="sglang"), train=train)
+        problem = modelled(num, model=model)
+        costs = problem.costs.for_spec(spec)
+        assert costs is not None
+        found.append(find_plan(problem.workload, problem.lengths, costs, spec, is_alone=True).predicted_step_s)
+    assert found[1] <= found[0]
 
 
 def test_a_pin_of_any_number_of_devices_on_which_an_engine_fits_is_planned() -> None:
