@@ -91,7 +91,10 @@ def misnamed(text: bool = False) -> None:
     log(well=metrics["loss"], badly=said(responses) if text else metrics["los"], after=1.0)
 
 
-@pytest.mark.parametrize(("text", "said"), [(False, "there is no metric 'los'; there are grad_norm, loss"), (True, "a str is no number")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(False, "there is no metric 'los'; there are grad_norm, groups_without_advantage, loss"), (True, "a str is no number")],
+)
 def test_a_log_of_what_is_no_number_names_its_line_in_both_modes(text, said):
     for answer in (
         run_eager(misnamed, {"text": text}, FAKES),
