@@ -46,6 +46,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import linecache
 import os
 import re
 import sqlite3
@@ -348,14 +349,53 @@ def naming_host_errors(doing: str) -> Iterator[None]:
         raise found from error
 
 
+@contextlib.contextmanager
+def naming_engine_errors(doing: str) -> Iterator[None]:
+    """Turn what an engine of another package raises into what `unexpected` makes of it. Anything else stays as it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, M2FlowError) or not engine_that_raised(error):
+            raise
+        raise unexpected(doing, error) from error
+
+
 def unexpected(call: str, error: Exception) -> M2FlowError:
-    """Wrap an error that no code raises on purpose."""
+    """Wrap an error that no code raises on purpose: by whose it is, the machine's, that of an engine of another package, or m2flow's."""
+    engine = engine_that_raised(error)
+    call = f"{call}: the engine {engine}" if engine else call
     if is_out_of_memory(error):
         return OutOfMemory(f"{call}: out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec.")
     refused = host_error(call, error)
     if refused is not None:
         return refused
-    return InternalError(f"{call}: {error!r}", remote="".join(traceback.format_exception(error)))
+    remote = "".join(traceback.format_exception(error))
+    if engine:
+        now = "Mend it there. The suites of `m2flow.testing` check an engine against its contract (docs/guide/writing-engines.md)."
+        return EngineError(f"{call} raised {error!r}", now=now, remote=remote)
+    return InternalError(f"{call}: {error!r}", remote=remote)
+
+
+_CONTRACT = "m2flow.engines.contract"
+
+
+def engine_that_raised(error: BaseException) -> str:
+    """Name the engine of another package from which an error came, its method, and the line there; "" if it came from none, or m2flow's
+    code raised it where the engine had called that."""
+    found, line = None, ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        engine = frame.f_locals.get("self")
+        if package == "m2flow":
+            found = None
+        elif found is None and any(base.__module__ == _CONTRACT for base in type(engine).__mro__):
+            found = engine, frame.f_code.co_name, package
+        if found is not None and package == found[2]:
+            line = f"{frame.f_code.co_filename}:{number}  {linecache.getline(frame.f_code.co_filename, number).strip()}"
+    if found is None:
+        return ""
+    engine, method, _ = found
+    return f"{getattr(engine, 'name', type(engine).__name__)!r} in {type(engine).__name__}.{method} ({line})"
 
 
 def lone_surrogate(text: str) -> int:

@@ -36,7 +36,9 @@ from m2flow.errors import (
     RunInterrupted,
     SpecError,
     did_you_mean,
+    engine_that_raised,
     host_error,
+    unexpected,
 )
 
 
@@ -119,6 +121,8 @@ def failure_of(error: Exception, run_dir: Path | None = None, notes: str = "") -
     """Make the failure of any exception, by whose code raised it: the flow's, the machine's or m2flow's."""
     if isinstance(error, M2FlowError):
         return Failure(error, notes)
+    if engine_that_raised(error):
+        return Failure(unexpected("m2flow", error), notes)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _owner(frame.filename) != "library"]
     theirs = [frame for frame in frames if _owner(frame.filename) == "user"]
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

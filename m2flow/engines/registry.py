@@ -10,13 +10,15 @@ The built-in ones are listed here; other packages register an `EngineInfo` under
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, cast, get_args
+from typing import Any, Final, cast, get_args
 
 from m2flow.engines.contract import (
     Capabilities,
@@ -29,7 +31,7 @@ from m2flow.engines.contract import (
     TrainEngine,
 )
 from m2flow.engines.installed import Product, check_compiler, check_options
-from m2flow.errors import EngineError, MissingExtra, did_you_mean
+from m2flow.errors import EngineError, M2FlowError, MissingExtra, did_you_mean, engine_that_raised
 from m2flow.recipe import OPTIMIZERS, Head, Model
 
 
@@ -377,7 +379,9 @@ def _registered() -> tuple[EngineInfo, ...]:
     """Engines that other packages register, read once: reading entry points takes as long as a small run."""
     found = []
     for entry in importlib.metadata.entry_points(group="m2flow.engines"):
-        info = entry.load()
+        package = entry.dist.name if entry.dist is not None else entry.module
+        with _naming_what_is_broken(f"the entry point {entry.value} of the package {package}", f"uninstall {package}"):
+            info = entry.load()
         if not isinstance(info, EngineInfo):
             raise EngineError(f"the entry point {entry.value} is no EngineInfo", now="See m2flow.engines.registry.")
         found.append(info)
@@ -510,7 +514,7 @@ def server_of(info: EngineInfo) -> Product | None:
 
 
 def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:
-    return cast(RolloutEngine, _as_registered(_load(find_engine(name, "rollout"))(model, settings), name, "rollout", settings))
+    return cast(RolloutEngine, _as_registered(_made(find_engine(name, "rollout"), model, settings), name, "rollout", settings))
 
 
 def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine:
@@ -523,16 +527,29 @@ def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine
         raise EngineError(f"the train engine {name!r} can't replay routing", now="See `m2flow engines`, or leave `replay_routing=` out.")
     if model.balance is not None and not info.capabilities.balances_experts:
         raise EngineError(f"the train engine {name!r} can't balance experts", now="See `m2flow engines`, or leave `balance=` out.")
-    return cast(TrainEngine, _as_registered(_load(info, is_ranked=settings.num_ranks > 1)(model, settings), name, "train", settings))
+    return cast(TrainEngine, _as_registered(_made(info, model, settings, is_ranked=settings.num_ranks > 1), name, "train", settings))
 
 
 def make_function(name: str, settings: EngineSettings) -> FunctionEngine:
-    return cast(FunctionEngine, _load(find_engine(name, "function"))(settings))
+    return cast(FunctionEngine, _made(find_engine(name, "function"), settings))
 
 
-def _load(info: EngineInfo, *, is_ranked: bool = False):  # type: ignore[no-untyped-def]
-    module, _, name = (info.ranked if is_ranked and info.ranked else info.factory).partition(":")
-    return getattr(importlib.import_module(module), name)
+def _made(info: EngineInfo, *given: object, is_ranked: bool = False) -> Any:
+    place = info.ranked if is_ranked and info.ranked else info.factory
+    module, _, name = place.partition(":")
+    with _naming_what_is_broken(f"the {info.kind} engine {info.name!r} ({place})", "take another engine"):
+        return getattr(importlib.import_module(module), name)(*given)
+
+
+@contextlib.contextmanager
+def _naming_what_is_broken(what: str, otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, M2FlowError) or engine_that_raised(error):
+            raise
+        now = f"Mend it, or {otherwise}: see m2flow.engines.registry."
+        raise EngineError(f"{what} can't be loaded: {error!r}", now=now, remote=traceback.format_exc()) from error
 
 
 def _as_registered(engine: Engine, name: str, kind: EngineKind, settings: EngineSettings) -> Engine:

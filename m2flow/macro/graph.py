@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from m2flow.errors import TraceError
+from m2flow.errors import TraceError, engine_that_raised
 from m2flow.recipe import Episodes
 from m2flow.samples import EPISODE, SAMPLING_MASK, TOKEN_COLUMNS, Batch
 
@@ -552,7 +552,9 @@ def raised_at(error: BaseException) -> Site | None:
 
 
 def is_of_user(error: BaseException) -> bool:
-    """Whether an error came from the user's code rather than m2flow's; a library counts as whoever called it."""
+    """Whether an error came from the user's code rather than m2flow's or an engine's; a library counts as whoever called it."""
+    if engine_that_raised(error):
+        return False
     frames = traceback.extract_tb(error.__traceback__)
     owners = ["library" if frame.filename == _DATA else owner(frame.filename) for frame in frames]
     return next((whose for whose in reversed(owners) if whose != "library"), "") == "user"

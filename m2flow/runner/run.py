@@ -39,7 +39,7 @@ from typing import final
 
 from m2flow.engines.contract import LOADING
 from m2flow.engines.registry import check_engine, engine_named
-from m2flow.errors import EngineError, FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
+from m2flow.errors import EngineError, FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError, naming_engine_errors
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
@@ -538,7 +538,8 @@ class Run:
             self._journal.incident("out of memory", "controller", how)
         reason = "killed"
         try:
-            wall_s, digests = self._run_eager(plan) if self.settings.eager else self._run_planned(plan)
+            with naming_engine_errors("the run"):
+                wall_s, digests = self._run_eager(plan) if self.settings.eager else self._run_planned(plan)
             reason = DONE
         except BaseException as error:
             reason = f"{type(error).__name__}: {error.what if isinstance(error, M2FlowError) else error}"

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from entry_points import write_entry_points
 
 from m2flow.cli.doctor import other_interpreter, usable
-from m2flow.engines.contract import EngineSettings
+from m2flow.engines import registry
+from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine
 from m2flow.engines.installed import overlaid_packages
 from m2flow.engines.models.hf_model import HEADS
-from m2flow.engines.registry import EngineInfo, capabilities_of, capability_tables, engines, find_engine, make_train
+from m2flow.engines.registry import EngineInfo, capabilities_of, capability_tables, engines, find_engine, make_function, make_train
 from m2flow.engines.servers.inference_server import OPTIONS
 from m2flow.errors import EngineError
 from m2flow.recipe import Head, Model
@@ -48,6 +50,34 @@ def test_an_engine_can_do_what_the_registry_says_of_it_with_its_options_and_over
         settings = EngineSettings(device=device, options=options, num_ranks=num_ranks if info.kind == "train" else 1)
         engine = kind(settings) if info.kind == "function" else kind(Model("fake"), settings)
         assert engine.capabilities == capabilities_of(info.name, info.kind, options, settings.num_ranks), options
+
+
+class Half(FunctionEngine):
+    """An engine without what the contract asks for."""
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("nowhere:Engine", "No module named 'nowhere'"),
+        (f"{__name__}:Nothing", "no attribute 'Nothing'"),
+        (f"{__name__}:Half", "takes no arguments"),
+    ],
+)
+def test_an_engine_of_another_package_that_can_not_be_made_is_named(place: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = EngineInfo("half", place, Capabilities("function"), "Half of an engine.")
+    monkeypatch.setattr(registry, "engines", lambda: [half])
+    with pytest.raises(EngineError, match=rf"the function engine 'half' \({place}\) can't be loaded: .*{said}"):
+        make_function("half", EngineSettings())
+
+
+def test_a_package_whose_engines_can_not_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_entry_points(tmp_path, "broken", {"half": "broken:INFO"})
+    (tmp_path / "broken.py").write_text("def INFO(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EngineError, match="the entry point broken:INFO of the package broken can't be loaded: SyntaxError") as raised:
+        registry._registered.__wrapped__()
+    assert "uninstall broken" in raised.value.now
 
 
 def test_options_and_ranks_change_what_an_engine_can_do() -> None:

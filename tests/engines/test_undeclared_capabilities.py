@@ -1,9 +1,11 @@
-"""A rollout engine that declares neither `probes` nor `weights_under_requests` keeps the contract, and is asked for neither."""
+"""A rollout engine that declares neither `probes` nor `weights_under_requests` keeps the contract, and is asked for neither; one that
+raises is named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ from m2flow.errors import EngineError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
 from m2flow.recipe import Model
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec, WeightsSpec
-from m2flow.testing.fakes import FakeRollout
+from m2flow.runner.run import Run
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
+from m2flow.testing.fakes import FakeRollout, FakeTrain
 from m2flow.testing.rollout_suite import (
     ROLLOUT_CHECKS,
     Factory,
@@ -123,3 +126,35 @@ def test_a_run_asks_an_engine_for_nothing_that_it_does_not_declare(asked: dict[s
     assert planned.error == ""
     assert asked == {"under requests": 0, "probes": 0}
     assert run_eager(keeps, {}, SPEC, decisions=planned.decisions) == planned
+
+
+class Careless(FakeTrain):  # type: ignore[misc]
+    """Raises in each of its methods that `raises` names."""
+
+    raises = ""
+
+    def start(self) -> None:
+        self._may_raise("start")
+        super().start()
+
+    def accumulate(self, *given: Any) -> Any:
+        self._may_raise("accumulate")
+        return super().accumulate(*given)
+
+    def save(self, path: str) -> None:
+        self._may_raise("save")
+        super().save(path)
+
+    def _may_raise(self, method: str) -> None:
+        if method == self.raises:
+            raise ZeroDivisionError(method)
+
+
+@pytest.mark.parametrize("method", ["start", "accumulate", "save"])
+def test_an_engine_of_another_package_that_raises_is_named_by_the_run(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    of_fake = registry.engine_named("fake", "train")
+    known = [replace(of_fake, factory=f"{__name__}:Careless") if info is of_fake else info for info in registry.engines()]
+    monkeypatch.setattr(registry, "engines", lambda: known)
+    monkeypatch.setattr(Careless, "raises", method)
+    with pytest.raises(EngineError, match=rf"the engine 'fake' in Careless\.{method} \(.*{__file__}:\d+ .*raised ZeroDivisionError"):
+        Run(keeps, {}, SPEC, RunSettings(runs_dir=str(tmp_path), eager=True)).execute()

@@ -14,7 +14,9 @@ import msgspec
 import pytest
 
 from m2flow import errors
-from m2flow.errors import ErrorRecord, InternalError, M2FlowError, RewardError, error_from_record
+from m2flow.engines.contract import FunctionEngine
+from m2flow.errors import EngineError, ErrorRecord, HostError, InternalError, M2FlowError, RewardError, error_from_record, unexpected
+from m2flow.samples import make_ids
 
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, M2FlowError)]
 PARTS = {"what": "it broke", "where": "flows/grpo.py:23  rewards = verifier.score(responses)", "now": "mend it", "remote": "Traceback\n  x"}
@@ -127,6 +129,44 @@ def test_an_error_of_the_operating_system_is_the_hosts_and_so_is_what_was_raised
 )
 def test_what_may_be_a_fault_of_ours_stays_one(error):
     assert type(errors.unexpected("policy.update", error)) is InternalError
+
+
+class Careless(FunctionEngine):
+    """An engine of somebody else's, each of whose methods fails in a way of its own."""
+
+    name = "careless"
+
+    def start(self) -> None:
+        int("what")
+
+    def stop(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def call(self, function, batch, **how):
+        return function(batch)
+
+
+def _failure_of(action, *given) -> Exception:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        action(*given)
+    return raised.value
+
+
+def test_what_an_engine_of_another_package_raises_is_its_fault_and_names_it_with_method_and_line():
+    error = unexpected("worker rollout-0", _failure_of(Careless().start))
+    where = rf"in Careless\.start \({re.escape(__file__)}:\d+  int\(\"what\"\)\)"
+    assert type(error) is EngineError
+    assert re.fullmatch(rf"worker rollout-0: the engine 'careless' {where} raised ValueError\(.*\)", error.what)
+    assert "m2flow.testing" in error.now
+    assert "Traceback" in error.remote
+    full = unexpected("worker rollout-0", _failure_of(Careless().stop))
+    assert type(full) is HostError
+    assert re.search(r"the engine 'careless' in Careless\.stop \(.*\): the disk is full", full.what)
+
+
+def test_what_code_of_ours_raises_below_an_engine_of_another_package_stays_ours():
+    assert type(unexpected("op", _failure_of(Careless().call, lambda rows: make_ids(rows, 1), "three"))) is InternalError
+    assert type(unexpected("op", _failure_of(int, "what"))) is InternalError
 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_the_classes():
