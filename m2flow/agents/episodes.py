@@ -69,6 +69,7 @@ from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcrip
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall, is_stopped
 from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting, is_limited
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
+from m2flow.engines.registry import StepCheck, check_length
 from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
@@ -318,16 +319,22 @@ class Episodes:
     """A rollout engine together with the episodes of its role. What is no episode goes to the engine as it is."""
 
     def __init__(
-        self, engine: RolloutEngine | RemoteSpeaker, loop: EventLoop, roles: Mapping[str, Episodes] | None = None, num_slots: int = 0
+        self,
+        engine: RolloutEngine | RemoteSpeaker,
+        loop: EventLoop,
+        roles: Mapping[str, Episodes] | None = None,
+        num_slots: int = 0,
+        check: StepCheck | None = None,
     ) -> None:
         """
         Args:
             roles: those of the process by role, this one included. Those that speak in its episodes must be there when these begin.
             num_slots: samples that the engine decodes at once; 0: it is given all that there are.
+            check: of what the engine returns; None: another process checks it.
         """
         self.language: Language = engine.language()
         self.threads = loop.threads
-        self._engine = engine
+        self._engine, self._check = engine, check
         self._is_remote = isinstance(engine, RemoteSpeaker)
         self._loop = loop
         self._roles = {} if roles is None else roles
@@ -693,7 +700,9 @@ class Episodes:
         if isinstance(self._engine, RemoteSpeaker):
             for packed in self._engine.begun():
                 self._no_longer_stops(self._turns[packed])
-        for made in self._engine.step() if self._engine.num_unfinished else ():
+        stepped = self._engine.step() if self._engine.num_unfinished else []
+        self._check_stepped(stepped)
+        for made in stepped:
             if (turn := self._turns.pop(made.id, None)) is None:
                 if made.id in self._guests_there:
                     self._queue.answered(made.id, len(self._guests_there[made.id].prompt) + len(made.tokens))
@@ -716,6 +725,19 @@ class Episodes:
         finished += self._ended
         self._ended = []
         return finished
+
+    def _check_stepped(self, stepped: Sequence[Generated]) -> None:
+        """Check what the engine has returned, and which turns. Its samples that are no turns are told apart by who gave them to it."""
+        if self._check is None:
+            return
+        self._check.made(stepped)
+        given: Mapping[int, _Turn | Request] = {**self._turns, **self._guests_there} if self._guests_there else self._turns
+        turns = [made for made in stepped if made.id in given or made.id in self._episodes]
+        if turns or given:
+            self._check.ids([made.id for made in turns], given, is_idle=not self._engine.num_unfinished)
+        for made in turns:
+            turn = given[made.id]
+            check_length(made, (turn if isinstance(turn, Request) else _request_of(turn)).sampling.max_new_tokens)
 
     def hear(self) -> None:
         """Take in what agents have asked for, and noted."""

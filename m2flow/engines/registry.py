@@ -5,7 +5,8 @@ The built-in ones are listed here; other packages register an `EngineInfo` under
     [project.entry-points."m2flow.engines"]
     mine = "mypackage.engine:INFO"
 
-`capability_tables` prints the tables of the documentation: one for rollout engines, one for trainers.
+`capability_tables` prints the tables of the documentation: one for rollout engines, one for trainers. `StepCheck` holds what a rollout
+engine returns against its contract.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final, cast, get_args
+
+import numpy as np
 
 from m2flow.engines.contract import (
     Capabilities,
@@ -26,6 +32,7 @@ from m2flow.engines.contract import (
     EngineKind,
     EngineSettings,
     FunctionEngine,
+    Generated,
     ParallelLayouts,
     RolloutEngine,
     TrainEngine,
@@ -33,6 +40,7 @@ from m2flow.engines.contract import (
 from m2flow.engines.installed import Product, check_compiler, check_options
 from m2flow.errors import EngineError, M2FlowError, MissingExtra, did_you_mean, engine_that_raised
 from m2flow.recipe import OPTIMIZERS, Head, Model
+from m2flow.samples import Finish, SampleId
 
 
 @dataclass(frozen=True)
@@ -563,6 +571,102 @@ def _as_registered(engine: Engine, name: str, kind: EngineKind, settings: Engine
             "`self.capabilities.configured(settings.options, settings.num_ranks)`.",
         )
     return engine
+
+
+# ---- what rollout engines return
+
+
+def vocabulary_of(model: Model) -> int | None:
+    """The number of a model's token ids, as the config in its directory has it; None: it has none that says so."""
+    try:
+        described = json.loads((Path(model.path).expanduser() / "config.json").read_text())
+        return int({**described, **described.get("text_config", {})}["vocab_size"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+class StepCheck:
+    """Check what `step` of a rollout engine returns against the contract.
+
+    Args:
+        role: whose samples the engine generates.
+        vocabulary: the number of its model's token ids; None: not known.
+        window_of: the oldest and newest version of the weights that may be among a request's tokens.
+    """
+
+    def __init__(self, engine: RolloutEngine, role: str, vocabulary: int | None, window_of: Callable[[int], tuple[int, int]]) -> None:
+        self._window_of = window_of
+        self._whose = f"the rollout engine {getattr(engine, 'name', type(engine).__name__)!r} of {role}"
+        self._vocabulary = vocabulary
+
+    def made(self, stepped: object) -> None:
+        """Check what samples or turns are made of. Raises `EngineError`, which names engine and sample."""
+        if not isinstance(stepped, list | tuple) or not all(isinstance(one, Generated) for one in stepped):
+            raise EngineError(f"{self._whose} returned {stepped!r:.200} from step(), which is no list of Generated", now=_SUITE)
+        for one in stepped:
+            if what := self._misfit(one):
+                raise sample_fault(one.id, f"came from {self._whose} with {what}")
+
+    def _misfit(self, one: Generated) -> str:
+        finish, text = cast(object, one.finish), cast(object, one.text)
+        if not isinstance(finish, Finish) or finish is Finish.ABORT:
+            return f"the finish {finish!r}, and step() returns what has ended by itself: Finish.STOP or Finish.LENGTH"
+        if not isinstance(text, str):
+            return f"the text {text!r:.80}, which is no str"
+        columns = {name: getattr(one, name) for name in ("tokens", "logprobs", "versions", "kv_stale")}
+        if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns.values()):
+            return (
+                f"{', '.join(name for name, column in columns.items() if np.ndim(column) != 1 or not isinstance(column, np.ndarray))} "
+                "that are no one-dimensional array of NumPy"
+            )
+        if len({len(column) for column in columns.values()}) > 1:
+            return ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+        if not len(one.tokens):
+            return ""
+        lowest, highest = one.tokens.min(), one.tokens.max()
+        if one.tokens.dtype.kind != "i" or lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
+            bound = "0 up" if self._vocabulary is None else f"0 to {self._vocabulary - 1}"
+            return f"tokens of {lowest} to {highest}, and its model has the ids {bound}"
+        if not np.isfinite(one.logprobs).all():
+            return "log-probabilities that are not finite"
+        first, last, (oldest, newest) = one.versions.min(), one.versions.max(), self._window_of(one.id)
+        if not oldest <= first <= last <= newest:
+            return f"tokens of versions {first} to {last} of the weights, and may have those of {oldest} to {newest}"
+        return ""
+
+    def ids(self, left: Sequence[int], running: Collection[int], *, is_idle: bool) -> None:
+        """Check which requests it has returned as finished.
+
+        Args:
+            running: those that it had and has not returned before; where it is not idle, those of `left` are enough.
+            is_idle: it says that it has no more.
+        Raises:
+            EngineError: it returned one that it did not have or had returned before, or it has lost one.
+        """
+        wrong = next((packed for packed, num in Counter(left).items() if num > 1 or packed not in running), None)
+        if wrong is not None:
+            raise sample_fault(wrong, f"was returned by {self._whose}, which did not have it or had returned it before")
+        lost = sorted(set(running) - set(left)) if is_idle else []
+        if lost:
+            raise sample_fault(lost[0], f"was lost by {self._whose}: it has nothing left to do and has not returned it")
+
+
+_SUITE = "`m2flow.testing.rollout_suite` checks an engine against its contract (docs/guide/writing-engines.md)."
+
+
+def check_length(made: Generated, max_new_tokens: int) -> None:
+    """Check how many tokens a rollout engine has given a request. Raises `EngineError`."""
+    if len(made.tokens) > max_new_tokens:
+        what = f"came from the rollout engine with {len(made.tokens)} tokens, and max_new_tokens is {max_new_tokens}"
+        raise sample_fault(made.id, what)
+
+
+def sample_fault(packed: int, what: str) -> M2FlowError:
+    """Make the error about a sample with which a rollout engine has broken its contract."""
+    return EngineError(f"sample {SampleId.unpack(packed)} {what}", now=_SUITE).about(packed)
+
+
+# ---- tables
 
 
 _Row = tuple[str, Callable[[Capabilities], str]]

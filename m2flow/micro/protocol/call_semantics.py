@@ -29,8 +29,7 @@ import math
 import pickle
 import time
 import types
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -39,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.engines.contract import Generated, Request
+from m2flow.engines.registry import check_length, sample_fault
 from m2flow.errors import DatasetError, EngineError, InternalError, M2FlowError, OpError, OptionError, RewardError, TraceError
 from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import TWICE, Call, CallKind, Effect, Granularity, Ref, Site
@@ -218,40 +218,17 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
     return Batch(ids, {**prompts.columns, **columns})
 
 
-def check_left(role: str, left: Sequence[int], running: Collection[int], *, is_idle: bool) -> None:
-    """Check which samples a rollout engine has returned as finished.
-
-    Args:
-        running: those that it had and has not returned before; where it is not idle, those of `left` are enough.
-        is_idle: it says that it has no more.
-    Raises:
-        EngineError: it returned one that it did not have or had returned before, or it has lost one.
-    """
-    wrong = next((packed for packed, num in Counter(left).items() if num > 1 or packed not in running), None)
-    if wrong is not None:
-        raise _engine_fault(wrong, f"was returned by the rollout engine of {role}, which did not have it or had returned it before")
-    lost = sorted(set(running) - set(left)) if is_idle else []
-    if lost:
-        raise _engine_fault(lost[0], f"was lost by the rollout engine of {role}: it has nothing left to do and has not returned it")
-
-
 def _check_made(call: Call, generated: Generated) -> None:
     sampling = call.options["sampling"]
     assert isinstance(sampling, Sampling)
     num, num_known = len(generated.tokens), [len(getattr(generated, name)) for name in _MADE[1:]]
     if num_known != [num] * len(num_known):
         counts = ", ".join(f"{count} {name}" for name, count in zip(_MADE[1:], num_known, strict=True))
-        raise _engine_fault(generated.id, f"came from the rollout engine with {num} tokens and {counts}")
+        raise sample_fault(generated.id, f"came from the rollout engine with {num} tokens and {counts}")
     if not np.isfinite(generated.logprobs).all():
-        raise _engine_fault(generated.id, "came from the rollout engine with log-probabilities that are not finite")
-    if num > sampling.max_new_tokens and not generated.segments:
-        what = f"came from the rollout engine with {num} tokens, and max_new_tokens is {sampling.max_new_tokens}"
-        raise _engine_fault(generated.id, what)
-
-
-def _engine_fault(packed: int, what: str) -> M2FlowError:
-    now = "`m2flow.testing.rollout_suite` checks an engine against its contract (docs/guide/writing-engines.md)."
-    return EngineError(f"sample {SampleId.unpack(packed)} {what}", now=now).about(packed)
+        raise sample_fault(generated.id, "came from the rollout engine with log-probabilities that are not finite")
+    if not generated.segments:
+        check_length(generated, sampling.max_new_tokens)
 
 
 _PROMPT, _GENERATED = int(Segment.PROMPT), int(Segment.GENERATED)

@@ -20,6 +20,7 @@ samples before its turn ended. `Gauges` records counters:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import traceback
@@ -40,14 +41,14 @@ from m2flow.channels.channel import Statistics
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.tensors import to_wire
 from m2flow.engines.contract import Engine, EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine, Tensor, TrainEngine
-from m2flow.engines.registry import make_function, make_rollout
+from m2flow.engines.registry import StepCheck, make_function, make_rollout, vocabulary_of
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.macro.capture import Snapshot, forget_copies
 from m2flow.macro.graph import GENERATED, Call, is_of_user
 from m2flow.micro.protocol import call_semantics, update_semantics
 from m2flow.micro.protocol.messages import Queued
 from m2flow.micro.protocol.plan import EngineSlot
-from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of, window
+from m2flow.micro.protocol.staleness import ANY_VERSION, check_admission, check_given, version_spans_of, window
 from m2flow.micro.protocol.worker_state import ROLLOUT, instance_of, worker_of
 from m2flow.micro.records.checkpoints import PartWriter, seal
 from m2flow.micro.worker.function_tasks import BegunCall, Functions, Leave
@@ -238,6 +239,7 @@ class EngineHost:
         """Role -> part of a checkpoint that its trainer starts from."""
         self._is_closed = False
         self._rollout: dict[str, RolloutEngine] = {}
+        self._checks: dict[str, StepCheck] = {}
         self._episodes: dict[str, Episodes] = {}
         """Role -> its rollout engine with its episodes, if it has had any or has spoken in others'."""
         self._agents: EventLoop | None = None
@@ -290,6 +292,8 @@ class EngineHost:
                 settings = replace(self._settings["rollout"], tp=slot.tp, pp=slot.pp, ep=slot.ep)
                 self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], settings)
                 self._rollout[slot.role].start()
+                vocabulary, window_of = vocabulary_of(self._models[slot.role]), functools.partial(self._window_of, slot.role)
+                self._checks[slot.role] = StepCheck(self._rollout[slot.role], slot.role, vocabulary, window_of)
             else:
                 shared = shared_trainer_of(slot, self._slots, self._models)
                 if shared in self._train:
@@ -405,7 +409,9 @@ class EngineHost:
         if role not in self._episodes:
             self._agents = self._agents or EventLoop()
             engine = self._rollout[role] if role in self._rollout else self._speaker_elsewhere(role)
-            self._episodes[role] = Episodes(engine, self._agents, self._episodes, self._settings["rollout"].max_running)
+            self._episodes[role] = Episodes(
+                engine, self._agents, self._episodes, self._settings["rollout"].max_running, check=self._checks.get(role)
+            )
             self._episodes[role].record, self._episodes[role].is_recorded = self._passed, self.writes_episodes
         return self._episodes[role]
 
@@ -501,8 +507,11 @@ class EngineHost:
             elif generator.num_unfinished:
                 engine = self._rollout[role]
                 start, num_running = now_ns(), engine.num_unfinished
-                finished = self._guests.keep(generator.step())
+                stepped = generator.step()
                 end = now_ns()
+                if generator is engine:
+                    self._checks[role].made(stepped)
+                finished = self._guests.keep(stepped)
                 self._check_left(role, generator, finished)
                 if isinstance(generator, Episodes):
                     start, num_running = generator.stepped
@@ -524,13 +533,18 @@ class EngineHost:
         self._finished = []
         return [self._rows(finished) for finished in by_call.values()]
 
+    def _window_of(self, role: str, packed: int) -> tuple[int, int]:
+        """The versions of a role's weights that a sample's tokens may be of; who asks for a turn from elsewhere knows that itself."""
+        inflight = self._inflight.get(packed)
+        return (0, ANY_VERSION) if inflight is None else window(inflight.call, role)
+
     def _check_left(self, role: str, generator: RolloutEngine | Episodes, finished: Sequence[Generated]) -> None:
         is_idle = not generator.num_unfinished
         if finished or is_idle:
             done = {generated.id for generated, _ in self._finished}
             ids = self._inflight if is_idle else [generated.id for generated in finished]
             running = {one for one in ids if one in self._inflight and self._inflight[one].call.role == role and one not in done}
-            call_semantics.check_left(role, [generated.id for generated in finished], running, is_idle=is_idle)
+            self._checks[role].ids([generated.id for generated in finished], running, is_idle=is_idle)
 
     def _waits_for_agents(self, at_ns: int, *, is_waiting: bool) -> None:
         """Record the time in which an engine had nothing to do but to wait for agents and their tools, as few spans."""

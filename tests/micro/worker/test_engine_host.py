@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,12 +13,13 @@ from fake_clusters import generate_call, prompts
 from played_episodes import begun, wanderer
 
 from m2flow.engines.contract import EngineSettings, Generated, Occupancy
+from m2flow.engines.registry import StepCheck, vocabulary_of
 from m2flow.errors import EngineError
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.observe.spans import Recorder
 from m2flow.recipe import Model
-from m2flow.samples import make_ids
+from m2flow.samples import Finish, make_ids
 from m2flow.testing.fakes import FakeRollout
 
 
@@ -121,17 +123,30 @@ def _beyond_its_bound(one: Generated) -> list[Generated]:
     return [replace(one, **arrays)]
 
 
+def _outside_its_vocabulary(one: Generated) -> list[Generated]:
+    return [replace(one, tokens=one.tokens - 1000)]
+
+
+def _of_other_weights(one: Generated) -> list[Generated]:
+    return [replace(one, versions=one.versions - 1)]
+
+
 @pytest.mark.parametrize(
     ("made_of", "said"),
     [
-        (_without_a_logprob, "9 tokens and 8 logprobs, 9 versions, 9 kv_stale"),
+        (_without_a_logprob, "'fake' of policy with 9 tokens, 8 logprobs, 9 versions, 9 kv_stale"),
+        (_outside_its_vocabulary, "'fake' of policy with tokens of -.* to -.*, and its model has the ids 0 up"),
+        (_of_other_weights, "'fake' of policy with tokens of versions -1 to -1 of the weights, and may have those of 0 to"),
+        (lambda one: [replace(one, finish=Finish.ABORT)], "'fake' of policy with the finish <Finish.ABORT: 2>"),
+        (lambda one: [replace(one, text=None)], "'fake' of policy with the text None, which is no str"),
+        (lambda one: [replace(one, tokens=one.tokens.tolist())], "'fake' of policy with tokens that are no one-dimensional array"),
         (_without_numbers, "with log-probabilities that are not finite"),
         (_beyond_its_bound, "with 900 tokens, and max_new_tokens is 40"),
         (lambda one: [one, one], "which did not have it or had returned it before"),
         (lambda one: [replace(one, id=make_ids(9, 1).tolist()[0])], "which did not have it or had returned it before"),
-        (lambda one: [], "was lost by the rollout engine of policy: it has nothing left to do and has not returned it"),
+        (lambda one: [], "was lost by the rollout engine 'fake' of policy: it has nothing left to do and has not returned it"),
     ],
-    ids=["short", "nan", "long", "twice", "unknown", "lost"],
+    ids=["short", "vocabulary", "versions", "aborted", "text", "list", "nan", "long", "twice", "unknown", "lost"],
 )
 def test_a_sample_that_breaks_the_contract_of_rollout_engines_is_named(monkeypatch, made_of, said) -> None:
     step = FakeRollout.step
@@ -149,3 +164,36 @@ def test_a_sample_that_breaks_the_contract_of_rollout_engines_is_named(monkeypat
     with pytest.raises(EngineError, match=rf"sample p\d+/0 .*{said}"):
         left_after(engine_host, 40)
     engine_host.close()
+
+
+@pytest.mark.parametrize(
+    ("made_of", "said"),
+    [
+        (lambda one: [one, one], "which did not have it or had returned it before"),
+        (lambda one: [], "was lost by the rollout engine 'fake' of policy: it has nothing left to do and has not returned it"),
+        (_without_a_logprob, "'fake' of policy with .* tokens, .* logprobs"),
+        (_beyond_its_bound, "tokens, and max_new_tokens is"),
+    ],
+    ids=["twice", "lost", "short", "long"],
+)
+def test_a_turn_of_an_episode_that_breaks_the_contract_of_rollout_engines_is_named(gathering, monkeypatch, made_of, said) -> None:
+    step = FakeRollout.step
+    monkeypatch.setattr(FakeRollout, "step", lambda engine: [made for one in step(engine) for made in made_of(one)])
+    episodes = gathering._speaking("policy")
+    episodes.begin([begun(0, wanderer)])
+    with pytest.raises(EngineError, match=rf"sample p\d+/0 .*{said}"):
+        deque((episodes.step() for _ in range(1000)), maxlen=0)
+
+
+def test_a_token_beyond_the_vocabulary_that_the_models_config_names_is_no_token(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 32}}')
+    engine = FakeRollout(Model("fake"), EngineSettings())
+    check = StepCheck(engine, "policy", vocabulary_of(Model(str(tmp_path))), lambda packed: (0, 0))
+    one = np.zeros(1, np.int32)
+    made = Generated(make_ids(1, 1).tolist()[0], one, one + 31, np.zeros(1, np.float32), one, one > 0, Finish.STOP, "")
+    check.made([made])
+    with pytest.raises(EngineError, match=r"sample p0/0 .* with tokens of 32 to 32, and its model has the ids 0 to 31"):
+        check.made([replace(made, tokens=one + 32)])
+    with pytest.raises(EngineError, match=r"the rollout engine 'fake' of policy returned None from step\(\)"):
+        check.made(None)
+    assert vocabulary_of(Model("fake")) is None
