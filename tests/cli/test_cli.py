@@ -3,6 +3,7 @@
 import enum
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,20 @@ def loaded_by(*arguments: str) -> set[str]:
 )
 def test_nothing_heavy_is_loaded_by(arguments: list[str]) -> None:
     assert loaded_by(*arguments) == set()
+
+
+@pytest.mark.parametrize("first", ["main._load_ahead", "main.Commands.get_command"])
+def test_a_second_interrupt_while_the_first_ends_the_command_shows_no_traceback(first: str) -> None:
+    probe = (
+        "import gc, os, signal\n"
+        "from m2flow.cli import main\n"
+        "interrupt = lambda *given: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"{first} = gc.collect = interrupt\n"
+        "main.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", probe, "engines"], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == "RunInterrupted: stopped by Ctrl-C before the run began\n"
 
 
 CYCLE = """
