@@ -642,6 +642,9 @@ class RolloutEngine(Engine):
     elsewhere (`Request.prefix`).
     """
 
+    has_own_ids = False
+    """Whether its token ids are not those of its model's vocabulary, as a fake's."""
+
     def rest(self) -> None:
         """Free the KV cache and keep the weights on the device (`Capabilities.rests`), until `onload`. Running requests return to the
         queue with their tokens. An engine that can't do so offloads everything."""
@@ -652,15 +655,13 @@ class RolloutEngine(Engine):
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `PromptTooLong`, and queues none, if a prompt fills the context. A response that comes to its end there
-        has `Finish.LENGTH`."""
+        """Queue requests. Raises `PromptTooLong`, and queues none, if a prompt fills the context. A response that does: `Finish.LENGTH`."""
 
     @abstractmethod
     def step(self) -> list[Generated]:
         """Admit what fits, decode one token for each running request, and return those that finished; empty if there is nothing to do.
 
-        Running out of memory costs time only: fewer requests run together, and the others wait with their tokens. Raises `OutOfMemory`: a
-        single request does not fit."""
+        Running out of memory costs time only: fewer run, and others wait with their tokens. Raises `OutOfMemory`: one does not fit."""
 
     @abstractmethod
     def abort(self, ids: Iterable[int]) -> list[Generated]:

@@ -576,8 +576,10 @@ def _as_registered(engine: Engine, name: str, kind: EngineKind, settings: Engine
 # ---- what rollout engines return
 
 
-def vocabulary_of(model: Model) -> int | None:
-    """The number of a model's token ids, as the config in its directory has it; None: it has none that says so."""
+def vocabulary_of(engine: RolloutEngine, model: Model) -> int | None:
+    """The number of token ids of an engine's model, as the config in its directory has it; None: not known."""
+    if engine.has_own_ids:
+        return None
     try:
         described = json.loads((Path(model.path).expanduser() / "config.json").read_text())
         return int({**described, **described.get("text_config", {})}["vocab_size"])

@@ -199,6 +199,7 @@ class FakeRollout(RolloutEngine):
     """
 
     name = "fake"
+    has_own_ids = True
     capabilities = built_in("fake", "rollout")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:

@@ -290,10 +290,11 @@ class EngineHost:
                 self._functions = Functions(engine, run=self._run, run_seed=self._run_seed, recorder=self._recorder)
             elif slot.kind == "rollout":
                 settings = replace(self._settings["rollout"], tp=slot.tp, pp=slot.pp, ep=slot.ep)
-                self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], settings)
-                self._rollout[slot.role].start()
-                vocabulary, window_of = vocabulary_of(self._models[slot.role]), functools.partial(self._window_of, slot.role)
-                self._checks[slot.role] = StepCheck(self._rollout[slot.role], slot.role, vocabulary, window_of)
+                model = self._models[slot.role]
+                self._rollout[slot.role] = rollout = make_rollout(slot.engine, model, settings)
+                rollout.start()
+                window_of = functools.partial(self._window_of, slot.role)
+                self._checks[slot.role] = StepCheck(rollout, slot.role, vocabulary_of(rollout, model), window_of)
             else:
                 shared = shared_trainer_of(slot, self._slots, self._models)
                 if shared in self._train:

@@ -185,10 +185,12 @@ def test_a_turn_of_an_episode_that_breaks_the_contract_of_rollout_engines_is_nam
         deque((episodes.step() for _ in range(1000)), maxlen=0)
 
 
-def test_a_token_beyond_the_vocabulary_that_the_models_config_names_is_no_token(tmp_path) -> None:
+def test_a_token_beyond_the_vocabulary_that_the_models_config_names_is_no_token(tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 32}}')
     engine = FakeRollout(Model("fake"), EngineSettings())
-    check = StepCheck(engine, "policy", vocabulary_of(Model(str(tmp_path))), lambda packed: (0, 0))
+    assert vocabulary_of(engine, Model(str(tmp_path))) is None
+    monkeypatch.setattr(FakeRollout, "has_own_ids", False)
+    check = StepCheck(engine, "policy", vocabulary_of(engine, Model(str(tmp_path))), lambda packed: (0, 0))
     one = np.zeros(1, np.int32)
     made = Generated(make_ids(1, 1).tolist()[0], one, one + 31, np.zeros(1, np.float32), one, one > 0, Finish.STOP, "")
     check.made([made])
@@ -196,4 +198,4 @@ def test_a_token_beyond_the_vocabulary_that_the_models_config_names_is_no_token(
         check.made([replace(made, tokens=one + 32)])
     with pytest.raises(EngineError, match=r"the rollout engine 'fake' of policy returned None from step\(\)"):
         check.made(None)
-    assert vocabulary_of(Model("fake")) is None
+    assert vocabulary_of(engine, Model("fake")) is None
