@@ -20,6 +20,7 @@
     ├── EngineError              an engine can't start, or failed at work
     │   ├── MissingExtra         a package that is not installed, and how to get it
     │   ├── MissingTier          a machine that can't give the tier of a sandbox, and what it lacks
+    │   ├── RecordLost           a file of the run's samples is damaged or missing
     │   ├── NoReward             an episode in an environment has ended, and no step of it had a reward
     │   ├── HostError            the machine refuses: a full or failing disk, no permission, no memory, files or threads left
     │   └── OutOfMemory          an engine's device or host memory is used up, and by what
@@ -175,6 +176,10 @@ class MissingExtra(EngineError, ImportError):
 
 class MissingTier(EngineError):
     """This machine can't give a tier of `Sandbox`, to no program."""
+
+
+class RecordLost(EngineError):
+    """A file of the run's samples is damaged or missing: what needs them can't be resumed."""
 
 
 class NoReward(EngineError):

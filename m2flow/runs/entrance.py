@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 from rich.console import Console
 
-from m2flow.errors import DivergenceError, FlowLoadError, M2FlowError, OptionError, RunInterrupted, SpecError, did_you_mean
+from m2flow.errors import DivergenceError, FlowLoadError, M2FlowError, OptionError, RecordLost, RunInterrupted, SpecError, did_you_mean
 from m2flow.macro.flow import Flow, load_flow
 from m2flow.macro.flow import flow as as_flow
 from m2flow.macro.graph import shown_file
@@ -162,7 +162,7 @@ def leftovers(run: display.Watched, *, was_there: bool, goes_on: str) -> str:
 
 def can_go_on(error: BaseException) -> bool:
     """Whether the run can be resumed as it is after this error."""
-    return not isinstance(error, DivergenceError)
+    return not isinstance(error, DivergenceError | RecordLost)
 
 
 def prepare_engines_here(threads: int, *, deterministic: bool) -> None:

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.channels.codec import decode_batch, encode_batch
-from m2flow.errors import EngineError, M2FlowError, naming_host_errors
+from m2flow.errors import EngineError, M2FlowError, RecordLost, naming_host_errors
 from m2flow.samples import Batch, Column, Ragged, offsets_of
 
 Place = tuple[str, int, int, int]
@@ -151,8 +151,11 @@ class SegmentReader:
                     batch = batch.take([row for row, packed in enumerate(batch.ids.tolist()) if packed in only])
                 return self._grown(file, path, place, batch) if kind is Kind.GROWN and len(batch) else batch
         except OSError as error:
-            what = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read: {error.strerror}"
-            raise EngineError(f"the segment {path} {what}", now="The run's other samples can still be read.") from None
+            if isinstance(error, FileNotFoundError):
+                raise RecordLost(f"the segment {path} is missing", now=_LOST) from None
+            raise EngineError(
+                f"the segment {path} can't be read: {error.strerror}", now="The run's other samples can still be read."
+            ) from None
 
     def _grown(self, file: BinaryIO, path: Path, place: Place, batch: Batch) -> Batch:
         """The rows of a record that has only what is new in them."""
@@ -204,8 +207,14 @@ def _place_at(file: BinaryIO, path: Path, start: int) -> Place:
     return path.name, start + _HEADER.size, size, checksum
 
 
+_LOST = (
+    "Put the file back from a copy, if there is one: a resume that needs these samples can't go on without. The run's other samples can "
+    "still be read, and a new run can begin with the model of one of its checkpoints."
+)
+
+
 def _damaged(path: Path, at: int) -> EngineError:
-    return EngineError(f"the segment {path} is damaged at byte {at}", now="The run's other samples can still be read.")
+    return RecordLost(f"the segment {path} is damaged at byte {at}", now=_LOST)
 
 
 def start_of(place: Place) -> int:

@@ -19,11 +19,12 @@ from resumed_runs import account, fake_cluster, loop
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.cli.main import cli
-from m2flow.errors import DivergenceError, EngineError, RewardError, SpecError, StateLost, WorkerError
+from m2flow.errors import DivergenceError, RecordLost, RewardError, SpecError, StateLost, WorkerError
 from m2flow.micro.controller.call_futures import CallFutures
 from m2flow.micro.records.checkpoints import read
 from m2flow.observe.metrics import read_metrics
 from m2flow.runner.run import RetryLimit, Summary, hold_run_lock
+from m2flow.runs.entrance import can_go_on
 from m2flow.spec import RunSettings
 
 SPEC = fake_cluster()
@@ -97,8 +98,10 @@ def test_a_damaged_segment_that_is_needed_is_named(image, tmp_path):
         shutil.rmtree(path)
     (segment,) = (image / "segments").glob("*.seg")
     damage(segment)
-    with pytest.raises(EngineError, match=r"the segment .*eager\.seg is damaged at byte"):
+    with pytest.raises(RecordLost, match=r"the segment .*eager\.seg is damaged at byte") as raised:
         go_on(image, tmp_path)
+    assert "Put the file back from a copy" in raised.value.now
+    assert not can_go_on(raised.value)
 
 
 def test_a_segment_that_was_deleted_is_said_to_be_missing_before_anything_is_begun(image, tmp_path):
