@@ -69,7 +69,7 @@ from m2flow.agents.conversation import Conversation, Recorded, Strand, Transcrip
 from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall, is_stopped
 from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting, is_limited
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
-from m2flow.engines.registry import StepCheck, check_length
+from m2flow.engines.registry import StepCheck
 from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
@@ -730,14 +730,16 @@ class Episodes:
         """Check what the engine has returned, and which turns. Its samples that are no turns are told apart by who gave them to it."""
         if self._check is None:
             return
-        self._check.made(stepped)
         given: Mapping[int, _Turn | Request] = {**self._turns, **self._guests_there} if self._guests_there else self._turns
-        turns = [made for made in stepped if made.id in given or made.id in self._episodes]
+
+        def most_of(packed: int) -> int:
+            turn = given.get(packed)
+            return sys.maxsize if turn is None else (turn if isinstance(turn, Request) else _request_of(turn)).sampling.max_new_tokens
+
+        self._check.made(stepped, most_of)
+        turns = [made.id for made in stepped if made.id in given or made.id in self._episodes]
         if turns or given:
-            self._check.ids([made.id for made in turns], given, is_idle=not self._engine.num_unfinished)
-        for made in turns:
-            turn = given[made.id]
-            check_length(made, (turn if isinstance(turn, Request) else _request_of(turn)).sampling.max_new_tokens)
+            self._check.ids(turns, given, is_idle=not self._engine.num_unfinished)
 
     def hear(self) -> None:
         """Take in what agents have asked for, and noted."""

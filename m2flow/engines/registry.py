@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -601,28 +602,56 @@ class StepCheck:
         self._whose = f"the rollout engine {getattr(engine, 'name', type(engine).__name__)!r} of {role}"
         self._vocabulary = vocabulary
 
-    def made(self, stepped: object) -> None:
-        """Check what samples or turns are made of. Raises `EngineError`, which names engine and sample."""
+    def made(self, stepped: object, most_of: Callable[[int], int]) -> None:
+        """Check what samples or turns are made of. Raises `EngineError`, which names engine and sample.
+
+        Args:
+            most_of: the most tokens that a request may be given.
+        """
         if not isinstance(stepped, list | tuple) or not all(isinstance(one, Generated) for one in stepped):
             raise EngineError(f"{self._whose} returned {stepped!r:.200} from step(), which is no list of Generated", now=_SUITE)
-        for one in stepped:
-            if what := self._misfit(one):
-                raise sample_fault(one.id, f"came from {self._whose} with {what}")
+        if stepped and not self._fit(stepped, most_of):
+            for one in stepped:
+                if what := self._misfit(one, most_of(one.id)):
+                    raise sample_fault(one.id, f"came from {self._whose} with {what}")
 
-    def _misfit(self, one: Generated) -> str:
+    def _fit(self, stepped: Sequence[Generated], most_of: Callable[[int], int]) -> bool:
+        """Whether all are as they should be. They are looked at together, since hundreds may leave in one step; if not, or if their windows
+        differ, `_misfit` looks at each."""
+        columns = [[getattr(one, name) for one in stepped] for name in _MADE]
+        if any(type(made) is not np.ndarray or made.ndim != 1 for column in columns for made in column):
+            return False
+        nums, *others = ([len(made) for made in column] for column in columns)
+        if any(other != nums for other in others) or any(num > most_of(one.id) for num, one in zip(nums, stepped, strict=True)):
+            return False
+        if not all(one.finish in _ENDED and isinstance(one.text, str) for one in stepped):
+            return False
+        tokens, logprobs, versions, _ = map(np.concatenate, columns)
+        if not len(tokens):
+            return True
+        windows = {self._window_of(one.id) for one in stepped}
+        oldest, newest = max(first for first, _ in windows), min(last for _, last in windows)
+        return bool(
+            tokens.dtype.kind == "i"
+            and 0 <= tokens.min() <= tokens.max() <= (self._vocabulary or sys.maxsize) - 1
+            and np.isfinite(logprobs).all()
+            and oldest <= versions.min() <= versions.max() <= newest
+        )
+
+    def _misfit(self, one: Generated, most: int) -> str:
         finish, text = cast(object, one.finish), cast(object, one.text)
-        if not isinstance(finish, Finish) or finish is Finish.ABORT:
+        if finish not in _ENDED:
             return f"the finish {finish!r}, and step() returns what has ended by itself: Finish.STOP or Finish.LENGTH"
         if not isinstance(text, str):
             return f"the text {text!r:.80}, which is no str"
-        columns = {name: getattr(one, name) for name in ("tokens", "logprobs", "versions", "kv_stale")}
-        if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns.values()):
-            return (
-                f"{', '.join(name for name, column in columns.items() if np.ndim(column) != 1 or not isinstance(column, np.ndarray))} "
-                "that are no one-dimensional array of NumPy"
-            )
+        columns = {name: getattr(one, name) for name in _MADE}
+        odd = [name for name, column in columns.items() if not isinstance(column, np.ndarray) or column.ndim != 1]
+        if odd:
+            return f"{', '.join(odd)} that are no one-dimensional array of NumPy"
         if len({len(column) for column in columns.values()}) > 1:
             return ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+        if len(one.tokens) > most:
+            return f"{len(one.tokens)} tokens, and max_new_tokens is {most}"
         if not len(one.tokens):
             return ""
         lowest, highest = one.tokens.min(), one.tokens.max()
@@ -653,14 +682,9 @@ class StepCheck:
             raise sample_fault(lost[0], f"was lost by {self._whose}: it has nothing left to do and has not returned it")
 
 
+_MADE = ("tokens", "logprobs", "versions", "kv_stale")
+_ENDED = (Finish.STOP, Finish.LENGTH)
 _SUITE = "`m2flow.testing.rollout_suite` checks an engine against its contract (docs/guide/writing-engines.md)."
-
-
-def check_length(made: Generated, max_new_tokens: int) -> None:
-    """Check how many tokens a rollout engine has given a request. Raises `EngineError`."""
-    if len(made.tokens) > max_new_tokens:
-        what = f"came from the rollout engine with {len(made.tokens)} tokens, and max_new_tokens is {max_new_tokens}"
-        raise sample_fault(made.id, what)
 
 
 def sample_fault(packed: int, what: str) -> M2FlowError:

@@ -38,7 +38,6 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.engines.contract import Generated, Request
-from m2flow.engines.registry import check_length, sample_fault
 from m2flow.errors import DatasetError, EngineError, InternalError, M2FlowError, OpError, OptionError, RewardError, TraceError
 from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import TWICE, Call, CallKind, Effect, Granularity, Ref, Site
@@ -166,11 +165,7 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
     Args:
         calls: the call that drew each sample.
         prompts: row i is the prompt of sample i or, where it continued, its earlier row.
-    Raises:
-        EngineError: a sample has not one log-probability, a finite one, and one version for each token, or it has too many tokens.
     """
-    for call, one in zip(calls, generated, strict=True):
-        _check_made(call, one)
     ids = np.array([g.id for g in generated], np.int64)
     num_prompt = [len(g.prompt_tokens) for g in generated]
     # All rows at once: running episodes are written down, whole, several times for each of their turns.
@@ -216,19 +211,6 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
         values = [g.columns[name] for g in generated]
         columns[name] = Ragged.json(values) if name == "episode" else column_of(values, name)
     return Batch(ids, {**prompts.columns, **columns})
-
-
-def _check_made(call: Call, generated: Generated) -> None:
-    sampling = call.options["sampling"]
-    assert isinstance(sampling, Sampling)
-    num, num_known = len(generated.tokens), [len(getattr(generated, name)) for name in _MADE[1:]]
-    if num_known != [num] * len(num_known):
-        counts = ", ".join(f"{count} {name}" for name, count in zip(_MADE[1:], num_known, strict=True))
-        raise sample_fault(generated.id, f"came from the rollout engine with {num} tokens and {counts}")
-    if not np.isfinite(generated.logprobs).all():
-        raise sample_fault(generated.id, "came from the rollout engine with log-probabilities that are not finite")
-    if not generated.segments:
-        check_length(generated, sampling.max_new_tokens)
 
 
 _PROMPT, _GENERATED = int(Segment.PROMPT), int(Segment.GENERATED)

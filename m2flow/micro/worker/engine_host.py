@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ from m2flow.micro.worker.telemetry import ChannelCounts, Draining, SampleSpans
 from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, WeightSyncs
 from m2flow.observe.spans import FOR_AGENTS, FOR_SPEAKERS, Recorder, SpanName, now_ns
 from m2flow.recipe import Episodes as Bounds
-from m2flow.recipe import Model
+from m2flow.recipe import Model, Sampling
 from m2flow.samples import BRANCH_TURN, ENGINE_COLUMNS, EPISODE, Batch, Sample
 
 
@@ -511,7 +512,7 @@ class EngineHost:
                 stepped = generator.step()
                 end = now_ns()
                 if generator is engine:
-                    self._checks[role].made(stepped)
+                    self._checks[role].made(stepped, self._most_tokens)
                 finished = self._guests.keep(stepped)
                 self._check_left(role, generator, finished)
                 if isinstance(generator, Episodes):
@@ -538,6 +539,11 @@ class EngineHost:
         """The versions of a role's weights that a sample's tokens may be of; who asks for a turn from elsewhere knows that itself."""
         inflight = self._inflight.get(packed)
         return (0, ANY_VERSION) if inflight is None else window(inflight.call, role)
+
+    def _most_tokens(self, packed: int) -> int:
+        """Tokens that a sample may be given; who asks for a turn from elsewhere knows that itself."""
+        sampling = inflight.call.options["sampling"] if (inflight := self._inflight.get(packed)) else None
+        return sampling.max_new_tokens if isinstance(sampling, Sampling) else sys.maxsize
 
     def _check_left(self, role: str, generator: RolloutEngine | Episodes, finished: Sequence[Generated]) -> None:
         is_idle = not generator.num_unfinished

@@ -193,9 +193,11 @@ def test_a_token_beyond_the_vocabulary_that_the_models_config_names_is_no_token(
     check = StepCheck(engine, "policy", vocabulary_of(engine, Model(str(tmp_path))), lambda packed: (0, 0))
     one = np.zeros(1, np.int32)
     made = Generated(make_ids(1, 1).tolist()[0], one, one + 31, np.zeros(1, np.float32), one, one > 0, Finish.STOP, "")
-    check.made([made])
+    check.made([made], lambda packed: 1)
     with pytest.raises(EngineError, match=r"sample p0/0 .* with tokens of 32 to 32, and its model has the ids 0 to 31"):
-        check.made([replace(made, tokens=one + 32)])
+        check.made([replace(made, tokens=one + 32)], lambda packed: 1)
+    with pytest.raises(EngineError, match=r"sample p0/0 .* with 1 tokens, and max_new_tokens is 0"):
+        check.made([made], lambda packed: 0)
     with pytest.raises(EngineError, match=r"the rollout engine 'fake' of policy returned None from step\(\)"):
-        check.made(None)
+        check.made(None, lambda packed: 1)
     assert vocabulary_of(engine, Model("fake")) is None

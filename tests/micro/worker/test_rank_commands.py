@@ -16,7 +16,7 @@ import torch
 
 from m2flow.channels.weights import Manifest, Publisher, SharedWeightsReader, WeightOptions
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine, WeightForm, WeightPiece
-from m2flow.errors import EngineError, InternalError, M2FlowError, OpError
+from m2flow.errors import EngineError, M2FlowError, OpError
 from m2flow.micro.protocol.plan import EngineSlot
 from m2flow.micro.worker import rank_group as gangs
 from m2flow.micro.worker.rank_group import Here, RankGroup, RankGroupSettings, RankGroupTrain, say
@@ -229,7 +229,9 @@ def test_a_fault_that_nobody_raises_on_purpose_comes_with_its_traceback(tmp_path
 
     with two_ranks(tmp_path, Watched(), Faulty()) as ranks:
         ranks.train.start()
-        with pytest.raises(InternalError, match="rank 1 of this trainer: save: ZeroDivisionError") as caught:
+        with pytest.raises(
+            EngineError, match=r"rank 1 of this trainer: save: the engine 'fake' in Faulty.save .* raised ZeroDivision"
+        ) as caught:
             ranks.train.save("here")
     assert "test_rank_commands.py" in caught.value.remote
 
