@@ -619,6 +619,13 @@ class Sample:
                 f"the sample has no {name!r}; it has {', '.join(own)}, id, num_tokens, finish, messages, prompt_text"
             ) from None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in Sample.__slots__:
+            raise AttributeError(
+                f"a sample can't be changed: {name!r} was set; return what is computed, and an op's result may be a column"
+            )
+        object.__setattr__(self, name, value)
+
     def __repr__(self) -> str:
         return f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})" if "text" in self._batch else f"Sample({self.id})"
 

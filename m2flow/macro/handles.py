@@ -54,7 +54,7 @@ from m2flow.macro.columns import (
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.number import Inputs, Number, Operators, as_operand
 from m2flow.macro.oversampling import carries
-from m2flow.macro.session import Session
+from m2flow.macro.session import Session, instead_of_member
 from m2flow.recipe import MOST_COUNTED, check_choice, check_flag, check_seconds
 from m2flow.samples import SAMPLING_MASK, Batch, Column, Ragged, Sample, SampleId, check_prompt, prompt_positions
 
@@ -683,7 +683,7 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
     def _field(self, name: str) -> Rows:
         if self.column is not None:
             what = f"has no field {name!r}: it is the column {self.column!r} alone"
-            raise FieldError(f"{self!r} {what}", now=f"Take it from the samples: responses.{name}.")
+            raise FieldError(f"{self!r} {what}", now=instead_of_member("Rows", name) or f"Take it from the samples: responses.{name}.")
         fields = self.fields
         if fields is not None and name not in fields:
             raise self._unknown(name, fields)
@@ -691,7 +691,10 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
 
     def _unknown(self, name: str, fields: frozenset[str]) -> FieldError:
         known = ", ".join(sorted(fields))
-        return FieldError(f"{describe(self)} have no {name!r}; they have {known}", now=did_you_mean(name, [*fields, "length"], ""))
+        return FieldError(
+            f"{describe(self)} have no {name!r}; they have {known}",
+            now=instead_of_member("Rows", name) or did_you_mean(name, [*fields, "length"], ""),
+        )
 
     # ---- calculating
 

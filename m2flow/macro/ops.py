@@ -40,7 +40,7 @@ from m2flow.macro.columns import OF_SPEAKERS, BranchTurn, EpisodeReward, FieldOf
 from m2flow.macro.graph import Call, Granularity, Ref, user_site
 from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, Without, describe, is_isolated
 from m2flow.macro.number import Inputs, Number
-from m2flow.macro.session import Session, current_session
+from m2flow.macro.session import Session, current_session, once_each
 from m2flow.recipe import (
     MOST_COUNTED,
     EpisodeFailure,
@@ -406,7 +406,7 @@ def log(**values: Number | Handle | float) -> None:
         elif isinstance(value, SupportsFloat):
             sources[name] = float(value)
         else:
-            raise TraceError(f"log({name}=...) got {value!r:.60}, which is not a number")
+            raise TraceError(f"log({name}=...) got {value!r:.60}, which is not a number", now="Numbers are logged; print() shows the rest.")
     for source in sources.values():
         if not isinstance(source, float):
             session.unused.used(source[0])
@@ -850,8 +850,7 @@ class _RoleType(type):
         name = cls.__name__.lower() if name is None else name
         check_text("name", name)
         if name in known or name in session.models:
-            now = f"Name one of them: name='{name}_2'."
-            raise TraceError(f"this flow has two roles named {name!r}", where=user_site().describe(), now=now)
+            raise TraceError(f"this flow has two roles named {name!r}", where=user_site().describe(), now=once_each(name))
         try:
             inspect.signature(inspect.getattr_static(cls, "__init__")).bind(None, *args, **kwargs)
         except TypeError as error:

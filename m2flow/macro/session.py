@@ -443,9 +443,7 @@ class Session:
         """Register a role. Two roles of one name would share weights by accident. One that is a copy of another's needs no file and no
         engine of another kind: the plan may know it without a trace that comes there (`m2flow.macro.tracing.copies_made`)."""
         if role in self.models:
-            raise TraceError(
-                f"this flow has two roles named {role!r}", where=user_site().describe(), now=f"Name one of them: name='{role}_2'."
-            )
+            raise TraceError(f"this flow has two roles named {role!r}", where=user_site().describe(), now=once_each(role))
         if self._is_cut and not is_copy:
             raise TraceError(
                 f"the role {role!r} is made after the flow has looked at a value, when the workers have their models already",
@@ -682,14 +680,66 @@ def instead_of(option: str, function: Callable[..., object], topic: str) -> str:
     return _ELSEWHERE.get(option) or did_you_mean(option, names, f"It has {', '.join(names)}; m2flow help {topic} explains them.")
 
 
+_HANDLE = (
+    "It is a handle and no tensor: arithmetic and rewards.mean() calculate with it, the function of an op() gets its values, "
+    "and list(rewards) waits for them."
+)
+_REDUCED = "Reduce it first: rewards.mean(), rewards.max()."
+_DRAWN = "Rows are drawn: dataset.take(32), dataset.all(), or for prompts in dataset.batches(8)."
+_EXPORTED = "A run keeps its trained model: m2flow export RUN --out my-model, or run.policy() in Python."
+_HELD = (
+    "Workers hold the model. A loss under @loss() gets its log-probabilities; after the run m2flow export RUN, or run.policy() in "
+    "Python, gives it."
+)
+_TENSORS = ("cpu", "cuda", "detach", "device", "dtype", "float", "item", "numpy", "shape", "size", "to", "tolist")
+_MEMBERS = {
+    "Number": dict.fromkeys(_TENSORS, "It is float(number), which waits; arithmetic and log() do not."),
+    "Rows": dict.fromkeys(_TENSORS, _HANDLE),
+    "Policy": {
+        **dict.fromkeys(("push_to_hub", "save", "save_model", "save_pretrained"), _EXPORTED),
+        **dict.fromkeys(("device", "eval", "forward", "model", "module", "parameters", "state_dict", "to", "tokenizer", "weights"), _HELD),
+        **dict.fromkeys(("backward", "fit", "learn", "step", "train", "train_step"), "It is policy.update(responses, rewards)."),
+    },
+}
+"""What other libraries' objects have, by the class of m2flow's -> what to write here."""
+_USES = (
+    (r"'Reward' object is not callable", "It is verifier.score(responses)."),
+    (r"'Policy' object is not callable", "It is policy.generate(dataset.take(32), n=8, max_new_tokens=64)."),
+    (r"'Dataset' object is not (iterable|subscriptable|an iterator)", _DRAWN),
+    (
+        r"Reducible\.\w+\(\) got an unexpected keyword argument '(axis|dim|keepdim)'",
+        'It is over: rewards.mean(over="group"), or "sample" of tokens.',
+    ),
+    (r"unsupported format string passed to (Rows|Scores)\.__format__", _REDUCED),
+    (r"unsupported format string passed to Metrics\.__format__", 'Say which: metrics["loss"].'),
+    (r".*(must be Tensor, not |of object type '|from ')(Rows|Scores|Metrics|Number)\b", _HANDLE),
+    (r"log\(\) takes 0 positional arguments", "Numbers are logged by name: log(accuracy=rewards.mean())."),
+)
+"""What Python says of a use that an object of m2flow's has not -> what to write here."""
+
+
+def instead_of_member(kind: str, name: str) -> str:
+    """What to write for what an object of another library has under a name; empty if nobody has looked for it."""
+    return _MEMBERS.get(kind, {}).get(name, "")
+
+
+def once_each(role: str) -> str:
+    """What to do about two roles of one name."""
+    return f"Make a role once, before the loop. Of two, name one: name='{role}_2'."
+
+
 def _instead(error: BaseException) -> str:
-    """What to write for an exit, or for an option that a function of m2flow's lacks; empty if it is another error."""
+    """What to write for an exit, or for an option or a member that m2flow's function or object lacks; empty if it is another error."""
     if isinstance(error, SystemExit):
         return "To end a run early, leave the loop or return: then its model is saved, and its summary shown."
-    said = r"(?:(\w+)\.)?(\w+)\(\) got an unexpected keyword argument '(\w+)'"
-    found = re.match(said, str(error)) if isinstance(error, TypeError) else None
-    if found is None:
+    if isinstance(error, AttributeError):
+        return _instead_of_member(error)
+    if not isinstance(error, TypeError | ValueError):
         return ""
+    known = next((now for said, now in _USES if re.match(said, str(error))), "")
+    found = re.match(r"(?:(\w+)\.)?(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if known or found is None:
+        return known
     of, name, option = found.groups()
     # They import this one.
     modules = map(importlib.import_module, ("m2flow.macro.roles", "m2flow.macro.datasets", "m2flow.macro.loss_declarations"))
@@ -698,6 +748,18 @@ def _instead(error: BaseException) -> str:
     if function is None:
         return ""
     return instead_of(option, function, (of or name) if not of or name == "__init__" else f"{of}.{name}")
+
+
+def _instead_of_member(error: AttributeError) -> str:
+    public = importlib.import_module("m2flow").__all__
+    kind = next((one for one in type(error.obj).__mro__ if one.__module__.startswith("m2flow.") and one.__name__ in public), None)
+    if kind is None or error.name is None:
+        return ""
+    otherwise = f"m2flow help {kind.__name__} lists what it has."
+    if kind.__name__ == "Metrics":
+        otherwise = f"A metric is metrics[{error.name!r}]."
+    members = [name for name in dir(kind) if not name.startswith("_")]
+    return instead_of_member(kind.__name__, error.name) or did_you_mean(error.name, members, otherwise)
 
 
 def _place(call: Call) -> tuple[object, ...]:

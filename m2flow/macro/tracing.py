@@ -40,6 +40,9 @@ class EndOfTrace(BaseException):
 class Answers(ABC):
     """What a traced flow sees when it looks at a value."""
 
+    is_cut = False
+    """The trace was ended elsewhere than at a value."""
+
     @abstractmethod
     def value(self, call: Call, observation: Observation, calls: Sequence[Call]) -> object:
         """The value of a call among those so far. Raises `EndOfTrace` if it is not known."""
@@ -71,6 +74,10 @@ class TracingBackend(Backend):
         except EndOfTrace:
             self.is_cut = True
             raise
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_cut or self._answers.is_cut
 
     def graph(self, flow: Flow) -> MacroGraph:
         """The calls so far, checked."""
@@ -126,13 +133,18 @@ class _Assumed(Answers):
         return Numbers(lambda name: number) if call.has_names else number
 
 
-def run_traced(flow: Flow, options: Mapping[str, object], backend: Backend, *, steps: int, seed: int) -> Session:
+def run_traced(flow: Flow, options: Mapping[str, object], backend: TracingBackend, *, steps: int, seed: int) -> Session:
     """Run a flow's first steps into a backend that may end it."""
     seed_everything(seed)
     session = Session(backend, flow=flow.name, seed=seed, max_steps=steps, staleness=flow.staleness_for(options))
     with recording(session), contextlib.suppress(EndOfTrace):
-        flow.function(**options)
-        session.finish()
+        try:
+            flow.function(**options)
+        except Exception:
+            if not backend.has_ended:  # A library may turn the end of the trace into an error of its own, as torch.tensor(rewards) does.
+                raise
+        else:
+            session.finish()
     return session
 
 

@@ -6,7 +6,9 @@ import copy
 import math
 import re
 
+import numpy
 import pytest
+import torch
 from fake_clusters import FAKES
 from message_parts import lacks
 
@@ -91,6 +93,68 @@ def test_an_option_that_is_not_there_is_answered_with_what_to_write(line: str, n
         trace(at_once(line), {})
     assert now in found.value.now
     assert "/tmp/their/flow.py:1" in found.value.where
+
+
+@pytest.mark.parametrize(
+    ("line", "now"),
+    [
+        ("metrics.loss", "A metric is metrics['loss']."),
+        ("metrics.lag(1)", "Did you mean 'lagged'?"),
+        ("policy.save('here')", "m2flow export RUN"),
+        ("policy.save_pretrained('here')", "m2flow export RUN"),
+        ("policy.model.train()", "Workers hold the model."),
+        ("policy.train(responses, rewards)", "It is policy.update(responses, rewards)."),
+        ("policy.generat(prompts.take(1))", "Did you mean 'generate'?"),
+        ("policy.anything_else", "m2flow help Policy lists what it has."),
+        ("policy(prompts.take(1))", "It is policy.generate("),
+        ("judge(responses)", "It is verifier.score(responses)."),
+        ("rewards.mean().item()", "It is float(number)"),
+        ("rewards.tolist()", "list(rewards)"),
+        ("responses.shape", "list(rewards)"),
+        ("prompts[0]", "dataset.take(32)"),
+        ("for row in prompts: pass", "dataset.take(32)"),
+        ("f'{rewards:.3f}'", "rewards.mean()"),
+        ("f'{metrics:.3f}'", 'metrics["loss"]'),
+        ("numpy.mean(rewards)", 'rewards.mean(over="group")'),
+        ("rewards.mean(dim=0)", 'rewards.mean(over="group")'),
+        ("torch.mean(rewards)", "It is a handle and no tensor"),
+        ("log({'reward': rewards.mean()})", "log(accuracy=rewards.mean())"),
+        ("log(note='hello')", "print() shows the rest"),
+        ("Policy('fake')", "Make a role once, before the loop."),
+    ],
+)
+def test_a_use_that_an_object_of_another_library_would_have_is_answered_with_what_to_write(line: str, now: str) -> None:
+    @flow
+    def wrong() -> None:
+        policy, prompts, judge = Policy("fake"), Dataset(ROWS), Reward(length)
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=4)
+        rewards = judge.score(responses)
+        metrics = policy.update(responses, rewards)
+        exec(compile(line, "/tmp/their/flow.py", "exec"), {**globals(), **locals(), "numpy": numpy, "torch": torch})
+
+    with pytest.raises(FlowError) as found:
+        trace(wrong, {}, steps=1)
+    assert now in found.value.now
+    assert "/tmp/their/flow.py:1" in found.value.where
+
+
+def test_a_member_that_an_object_of_the_program_lacks_is_theirs_to_mend() -> None:
+    with pytest.raises(FlowError, match="has no attribute 'save'") as found:
+        trace(at_once("length.save('here')"), {})
+    assert found.value.now == ""
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_reward_that_changes_its_sample_is_told_what_a_sample_is(run):
+    def shortens(sample: Sample) -> float:
+        sample.text = sample.text.strip()
+        return 1.0
+
+    @flow
+    def changing() -> None:
+        Reward(shortens).score(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=3)).mean()
+
+    assert "a sample can't be changed: 'text' was set" in run(changing, {}, FAKES).error
 
 
 def test_an_option_that_a_function_of_the_program_lacks_is_theirs_to_mend() -> None:

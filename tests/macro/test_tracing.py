@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from message_parts import lacks
 
 from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, steps
 from m2flow.errors import FlowError, TraceError
-from m2flow.macro.tracing import trace
+from m2flow.macro.tracing import explore, trace
 from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
@@ -40,6 +41,19 @@ def test_a_look_at_a_value_ends_the_trace_and_is_listed_with_its_line():
     assert list(models) == ["policy"]
     assert str(graph).splitlines()[-1].startswith("-- Python waits for %metrics: float()  ")
     assert str(graph).endswith(f"test_tracing.py:{line}")
+
+
+@pytest.mark.parametrize("find", [trace, explore])
+def test_a_library_that_makes_an_error_of_the_traces_end_is_no_mistake_of_the_flow(find):
+    @flow
+    def tensors() -> None:
+        responses = Policy("fake").generate(Dataset(ROWS).take(2), max_new_tokens=4)
+        torch.tensor(Reward(never).score(responses))
+
+    found = find(tensors, {})
+    graph = found[0] if isinstance(found, tuple) else found.paths[0].graph
+    assert [call.name for call in graph.calls] == ["dataset.take", "policy.generate", "never.score"]
+    assert graph.observations[-1].site.text == "torch.tensor(Reward(never).score(responses))"
 
 
 def test_an_assumed_value_lets_the_trace_go_on_along_its_branch():
