@@ -16,6 +16,7 @@ Docstrings are Markdown as they stand, but for their sections (`Args:`, `Raises:
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -30,9 +31,9 @@ from site_pages import write_site
 
 import m2flow
 from m2flow import spec
-from m2flow.agents import verifiers_envs
 from m2flow.algorithms import advantages, gae, losses, shaping
 from m2flow.cli.help import (
+    ELSEWHERE,
     LATER,
     SINCE,
     TOPICS,
@@ -56,7 +57,6 @@ from m2flow.engines.megatron import trainer as megatron
 from m2flow.engines.models import model_probe
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import inference_server, sglang, vllm
-from m2flow.environments import actor_critic, env, openenv, turns
 from m2flow.macro import refill
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe import spans
@@ -72,13 +72,7 @@ ENGINE_OPTIONS = {
     "train `embedded`": trainer.OPTIONS,
     "train `fsdp`": fsdp.OPTIONS,
 }
-ENVIRONMENTS = {
-    env: ["Env"],
-    turns: ["play", "TurnEnv", "play_by_turns", "PettingZoo"],
-    openenv: ["OpenEnv"],
-    verifiers_envs: ["verifiers_rows", "verifiers_agent"],
-    actor_critic: ["Simulator", "Actor", "ActorCritic", "episode_return"],
-}
+ENVIRONMENTS = {importlib.import_module(module): names.split() for module, names in ELSEWHERE.items() if "algorithms" not in module}
 _SECTIONS = ("Args", "Returns", "Raises", "Yields", "Source", "Attributes", "Limits")
 
 
@@ -197,7 +191,8 @@ def _environments() -> str:
             value = getattr(module, name)
             lines += [f"### {name}", "", *_signature(name, value), *markdown(docstring(value))]
             for method, member in methods(value) if inspect.isclass(value) else []:
-                lines += [*_signature(f"{name}.{method}", member), *markdown(inspect.getdoc(member) or "")]
+                called = [f"`{name}.{method}`", ""] if isinstance(member, property) else _signature(f"{name}.{method}", member)
+                lines += [*called, *markdown(inspect.getdoc(member) or "")]
     return "\n".join(lines)
 
 

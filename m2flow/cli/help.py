@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import pkgutil
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 
 import click
@@ -58,6 +59,17 @@ TOPICS: dict[str, tuple[str, str]] = {
     ),
 }
 """Topic -> its title, and its names in the order of their sections."""
+
+ELSEWHERE: dict[str, str] = {
+    "m2flow.environments.env": "Env",
+    "m2flow.environments.turns": "play TurnEnv play_by_turns PettingZoo",
+    "m2flow.environments.openenv": "OpenEnv",
+    "m2flow.agents.verifiers_envs": "verifiers_rows verifiers_agent",
+    "m2flow.environments.actor_critic": "Simulator Actor ActorCritic lanes episode_return",
+    "m2flow.sandbox": "BlockingSandbox Result run_program",
+    "m2flow.algorithms.shaping": "adaptive_kl_coef adaptive_entropy_coef",
+}
+"""Module -> its names that flows import from there. They are loaded when somebody asks."""
 
 SINCE = "0.1.0"
 """The version since which everything is there that is not in `LATER`."""
@@ -112,7 +124,7 @@ def kinds_of_error(kind: type[errors.M2FlowError] = errors.M2FlowError, depth: i
 
 def signature(name: str, value: object) -> str:
     """The call of a function or class: on one line if it is short, else a line for each parameter. Empty for what no flow makes itself."""
-    if inspect.isclass(value) and issubclass(value, Enum | Handle | Number | errors.M2FlowError | BaseModel):
+    if inspect.isclass(value) and issubclass(value, Enum | Handle | Number | errors.M2FlowError | BaseModel | Warning):
         return ""
     found = inspect.signature(value)  # type: ignore[arg-type]
     given, kinds = [], {one.kind for one in found.parameters.values()}
@@ -254,17 +266,40 @@ def help_of(name: str) -> str:
         OptionError: m2flow has no such name.
     """
     found = _texts()
-    plain = name.removeprefix("m2flow ").removeprefix("m2flow.").removeprefix("rewards.").removeprefix("errors.")
+    modules = "|".join(map(re.escape, ("m2flow.rewards", "m2flow.errors", "rewards", "errors", *ELSEWHERE, "m2flow")))
+    plain = re.sub(rf"^({modules})[ .]", "", name)
     for key in (plain, *(key for key in found if key.lower() == plain.lower())):
         if key in found:
             return found[key]()
-    raise OptionError(f"m2flow has no name {name!r}", now=did_you_mean(plain, found, "`m2flow help` lists the topics."))
+    raise OptionError(f"m2flow has no name {name!r}", now=_nearest(plain, found))
+
+
+def _nearest(name: str, found: Mapping[str, functools.partial[str]]) -> str:
+    """What an unknown name may be: a method, an option of a function or a command, or one that is written alike."""
+    for what, keys in (
+        ("It is", [key for key in found if key.endswith(f".{name}")]),
+        ("It is an option of", [key for key, text in found.items() if name.lstrip("-").replace("-", "_") in _options(text)]),
+    ):
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            return f"{what} {', '.join(keys[:3])}{more}: m2flow help {keys[0]}."
+    otherwise = "`m2flow help` lists the topics; docs/guide/glossary.md explains m2flow's words."
+    return did_you_mean(name, found, otherwise, cutoff=0.7)
+
+
+def _options(text: functools.partial[str]) -> set[str]:
+    """The options of what a text is about."""
+    of = text.args[-1]
+    if isinstance(of, click.Context):
+        return {option.name or "" for option in of.command.params if isinstance(option, click.Option)}
+    is_called = text.func in (_text_of_name, _text_of_method) and not isinstance(of, property) and signature("", of)
+    return set(inspect.signature(of).parameters) if is_called else set()
 
 
 @functools.cache
-def _texts() -> dict[str, Callable[[], str]]:
+def _texts() -> dict[str, functools.partial[str]]:
     """Every name that has help, with what makes its text. Where names are equal the first of these counts."""
-    found: dict[str, Callable[[], str]] = {}
+    found: dict[str, functools.partial[str]] = {}
 
     def add(name: str, make: Callable[..., str], *of: object) -> None:
         found.setdefault(name, functools.partial(make, *of))
@@ -276,7 +311,7 @@ def _texts() -> dict[str, Callable[[], str]]:
                 add(f"{name}.{method}", _text_of_method, f"{name}.{method}", member)
     for topic in TOPICS:
         add(topic, _text_of_topic, topic)
-    for _, kind in kinds_of_error():
+    for kind in (*(kind for _, kind in kinds_of_error()), *(one for one in vars(errors).values() if _is_warning(one))):
         add(kind.__name__, _text_of_name, kind.__name__, kind)
     for name, section in specs().items():
         add(name, _text_of_name, name, section)
@@ -286,7 +321,14 @@ def _texts() -> dict[str, Callable[[], str]]:
         add(context.command_path.removeprefix("m2flow").strip(), context.command.get_help, context)
     for name, policy in POLICIES.items():
         add(name, _text_of_policy, name, policy)
+    for module, names in ELSEWHERE.items():
+        for name in names.split():
+            add(name, _text_of_elsewhere, f"{module}:{name}")
     return found
+
+
+def _is_warning(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Warning)
 
 
 def _spec_fields(section: type[BaseModel], above: str = "") -> Iterator[tuple[str, Field]]:
@@ -318,7 +360,7 @@ def since(path: str, value: object) -> list[str]:
     """Since which version a name is there; of a method, options and fields only where they came later."""
     of = getattr(value, "fget", None) or value
     options = [
-        *(inspect.signature(of).parameters if callable(of) else ()),
+        *(inspect.signature(of).parameters if callable(of) and not _is_warning(of) else ()),
         *(one.name for one in (fields(of) if inspect.isclass(of) else ())),
     ]
     later = {name: LATER[f"{path}.{name}"] for name in options if f"{path}.{name}" in LATER}
@@ -351,7 +393,11 @@ def _text_of_name(name: str, value: object) -> str:
     lines += ["", "Values:" if issubclass(value, Enum) else "Fields:"] if found else []
     for field in found:
         lines += [f"  {_line_of(field.name, field)}", *textwrap.wrap(field.meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-    below = [] if issubclass(value, BaseModel | errors.M2FlowError) else [(f"{name}.{method}", member) for method, member in methods(value)]
+    below = (
+        []
+        if issubclass(value, BaseModel | errors.M2FlowError | Warning)
+        else [(f"{name}.{method}", member) for method, member in methods(value)]
+    )
     if below:
         width = max(len(path) for path, _ in below)
         lines += [
@@ -363,6 +409,11 @@ def _text_of_name(name: str, value: object) -> str:
             ),
         ]
     return "\n".join([*lines, "", *since(name, value)])
+
+
+def _text_of_elsewhere(place: str) -> str:
+    module, _, name = place.partition(":")
+    return f"from {module} import {name}\n\n{_text_of_name(name, pkgutil.resolve_name(place))}"
 
 
 def _text_of_method(path: str, member: object) -> str:

@@ -19,12 +19,13 @@ from click.testing import CliRunner
 
 import m2flow
 from m2flow import errors, rewards, spec
-from m2flow.cli.help import LATER, SINCE, TOPICS, docstring, documentation, help_of, methods, public
+from m2flow.cli.help import ELSEWHERE, LATER, SINCE, TOPICS, docstring, documentation, help_of, methods, public
 from m2flow.cli.main import cli
 from m2flow.engines.distributed import DeepSpeedOptions as Options
 from m2flow.engines.registry import capability_tables, engines
 from m2flow.engines.servers import sglang, vllm
 from m2flow.engines.servers.inference_server import ServedRolloutOptions
+from m2flow.errors import OptionError
 from m2flow.macro.handles import Handle
 from m2flow.macro.loss_declarations import LOSSES
 from m2flow.observe.spans import SpanName
@@ -134,6 +135,10 @@ def test_a_link_that_leads_nowhere_stops_the_site(tmp_path: Path) -> None:
         ("m2flow.rewards.ExactMatch", "1 if the response is the row's answer"),
         ("prompttoolong", "The prompt and its answer do not fit"),
         ("longest-first", "Rank by expected length"),
+        ("LostState", "A user's function changes what it captures"),
+        ("Env", "from m2flow.environments.env import Env"),
+        ("m2flow.environments.actor_critic.Simulator", "Lanes of environments of one task."),
+        ("adaptive_kl_coef", "The coefficient of a KL penalty for the next step"),
     ],
 )
 def test_help_in_the_terminal_knows_names_methods_fields_commands_and_topics(name: str, said: str) -> None:
@@ -148,6 +153,26 @@ def test_help_without_a_name_lists_all_and_an_unknown_name_is_answered_with_the_
     done = CliRunner().invoke(cli, ["help", "Polcy"])
     assert done.exit_code == 2
     assert "Did you mean 'Policy'?" in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("staleness", "more: m2flow help flow."),
+        ("lagged", "It is Metrics.lagged: m2flow help Metrics.lagged."),
+        ("max_turns", "It is an option of Policy.rollout: m2flow help Policy.rollout."),
+        ("handle", "docs/guide/glossary.md explains m2flow's words."),
+    ],
+)
+def test_a_word_that_is_no_name_is_answered_with_where_it_belongs(name: str, now: str) -> None:
+    with pytest.raises(OptionError) as found:
+        help_of(name)
+    assert found.value.now.endswith(now)
+
+
+@pytest.mark.parametrize("name", [name for names in ELSEWHERE.values() for name in names.split()])
+def test_help_knows_what_flows_import_from_elsewhere(name: str) -> None:
+    assert f"import {name}\n" in help_of(name)
 
 
 @pytest.mark.parametrize(("page", "root"), [("cluster-spec.md", spec.ClusterSpec), ("run-settings.md", spec.RunSettings)])
