@@ -160,7 +160,7 @@ def test_help_without_a_name_lists_all_and_an_unknown_name_is_answered_with_the_
     [
         ("staleness", "more: m2flow help flow."),
         ("lagged", "It is Metrics.lagged: m2flow help Metrics.lagged."),
-        ("max_turns", "It is an option of Policy.rollout: m2flow help Policy.rollout."),
+        ("max_turns", "It is an option of Policy.rollout, Chat.conversation: m2flow help Policy.rollout."),
         ("handle", "docs/guide/glossary.md explains m2flow's words."),
     ],
 )
