@@ -324,5 +324,9 @@ def _import(path: Path) -> types.ModuleType:
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == loader.path]
         place = f"{path}:{frames[-1].lineno}  {frames[-1].line}" if frames else str(path)
-        raise FlowLoadError(f"importing the flow raised {type(error).__name__}: {error}", where=place) from error
+        now = (
+            "A flow's file is run as a script is: write `from rewards import f` for a file beside it, without the dot, or pass the flow of "
+        )
+        now = f"{now}an imported package to m2flow.run()." if "relative import" in str(error) else ""
+        raise FlowLoadError(f"importing the flow raised {type(error).__name__}: {error}", where=place, now=now) from error
     return module

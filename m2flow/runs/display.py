@@ -572,7 +572,8 @@ def in_a_line(run: Run) -> str:
 
     metrics = read_metrics(run.path)
     with reading_ledger(run.path, "calls") as db:
-        (steps,) = db.execute("SELECT count(DISTINCT step) FROM calls WHERE step >= 0").fetchone()
+        done = db.execute("SELECT min(state = 'done') FROM calls WHERE step >= 0 GROUP BY step").fetchall()
+    steps = sum(is_done for (is_done,) in done)
     parts.append(f"{steps} step{'' if steps == 1 else 's'}")
     if run.summary is not None:
         parts.append(f"{run.summary.samples:,} samples")

@@ -390,11 +390,14 @@ class Run:
         """Say what differs between this run and another, or several of another kind: what was asked for, the time, the learning.
 
         Args:
-            others: one run, or several seeds of it.
+            others: one run, or several seeds of it; of each its directory, or its name beside this run's.
+        Raises:
+            SpecError: there is no such run.
         """
+        from m2flow.micro.records.rundir import find_run
         from m2flow.viewer.comparison import compare
 
-        return compare([self.path], [one.path if isinstance(one, Run) else Path(one) for one in others])
+        return compare([self.path], [one.path if isinstance(one, Run) else find_run(str(one), self.path.parent) for one in others])
 
     def __repr__(self) -> str:
         from m2flow.runs.display import in_a_line

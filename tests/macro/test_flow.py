@@ -67,6 +67,7 @@ def test_of_several_flows_one_is_chosen_by_name_and_one_of_two_names_counts_once
             "import os\nos.nothing\n",
             ["{path}:2  os.nothing\n", "importing the flow raised AttributeError", "'nothing'"],
         ),
+        ("from .beside import f\n", ["{path}:1  from .beside import f\n", "without the dot", "m2flow.run()"]),
         ("import sys\nsys.exit(3)\n", ["{path}:2  sys.exit(3)\n", "importing the flow raised SystemExit: 3"]),
         (
             "from m2flow import flow\n@flow\nasync def f(): pass\n",

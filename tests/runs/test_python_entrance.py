@@ -16,7 +16,8 @@ import pytest
 
 import m2flow
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
-from m2flow.errors import FlowLoadError, MissingExtra, OptionError, RunInterrupted, SpecError
+from m2flow.errors import FlowLoadError, MissingExtra, OptionError, RewardError, RunInterrupted, SpecError
+from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.runs import opened
 from m2flow.runs.display import curve
 from m2flow.runs.entrance import options_of, settings_of, spec_of, target_of
@@ -115,6 +116,31 @@ def test_a_run_gives_tables_a_model_and_a_picture(tmp_path: Path) -> None:
         run.samples("reward <")
     assert m2flow.open_run(runs_dir=tmp_path).path == run.path
     assert "asked for the same" in str(run.compare(run))
+
+
+def right_at_first(sample: Sample) -> float:
+    assert sample.prompt != "1="
+    return 1.0
+
+
+def test_a_run_that_failed_counts_the_steps_that_are_done(tmp_path: Path) -> None:
+    @flow
+    def fails_in_its_second_step(num_steps: int = 3) -> None:
+        policy, verifier = Policy(DIGITS, init="random"), Reward(right_at_first)
+        prompts = Dataset([{"prompt": "0="}, {"prompt": "1="}], shuffle=False)
+        for _ in steps(num_steps):
+            responses = policy.generate(prompts.take(1), n=2, max_new_tokens=3)
+            policy.update(responses, verifier.score(responses))
+
+    with pytest.raises(RewardError) as failed:
+        m2flow.run(fails_in_its_second_step, runs_dir=tmp_path, quiet=True, eager=True)
+    assert "1 step is done" in failed.value.__notes__[0]
+    run = m2flow.open_run(runs_dir=tmp_path)
+    assert ", 1 step, reward 1 -> 1" in repr(run)
+    with pytest.raises(SpecError, match="there is no run nowhere"):
+        run.compare("nowhere")
+    with SampleQuery(run.path) as query, pytest.raises(OptionError, match="limit"):
+        query.columns(limit=-1)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from m2flow.micro.records.accounting import moves
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
 from m2flow.micro.records.segments import Place, read_segment, worker_of
+from m2flow.recipe import check_count
 from m2flow.samples import ENGINE_COLUMNS, EPISODE, MAIN, Batch, Finish, Sample, SampleId, Segment, records_of, sequences_of
 
 if TYPE_CHECKING:
@@ -309,6 +310,13 @@ class TextIndex:
 _MATCHES = re.compile(r"\bmatches\(\s*'((?:[^']|'')*)'\s*\)", re.IGNORECASE)
 
 
+def _at_most(limit: int | None) -> str:
+    if limit is None:
+        return ""
+    check_count("limit", limit, least=0)
+    return f" LIMIT {limit}"
+
+
 class SampleQuery:
     """A query over the samples of one run. A context manager."""
 
@@ -354,7 +362,7 @@ class SampleQuery:
         """
         names = ", ".join(_OF_LEDGER)
         by = f"{order}, id" if order else "id"
-        cut = "" if limit is None else f" LIMIT {int(limit)}"
+        cut = _at_most(limit)
         for packed, *values in self._rows(f"SELECT id, {names} FROM listed {self._condition(where)} ORDER BY {by}{cut}"):
             yield self._entry(packed, values)
 
@@ -398,7 +406,7 @@ class SampleQuery:
             EngineError: a segment file is damaged or missing.
         """
         names = list(_OF_LEDGER)
-        cut = "" if limit is None else f" LIMIT {int(limit)}"
+        cut = _at_most(limit)
         by = f"{order}, listed.id" if order else "listed.id"
         chosen = self._rows(f"SELECT id, {', '.join(names)} FROM listed {self._condition(where)} ORDER BY {by}{cut}")
         found: dict[str, list[Any]] = {name: [row[at] for row in chosen] for at, name in enumerate(names, start=1)}
@@ -427,7 +435,7 @@ class SampleQuery:
             OptionError: the condition is no expression over the columns.
             EngineError: a segment file is damaged or missing.
         """
-        cut = "" if limit is None else f" LIMIT {int(limit)}"
+        cut = _at_most(limit)
         rows, known = list[Batch](), list[tuple[str, int, float | None]]()
         for packed, sample, step, reward in self._rows(
             f"SELECT id, sample, step, reward FROM listed {self._condition(where)} ORDER BY id{cut}"
