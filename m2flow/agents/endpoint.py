@@ -37,6 +37,7 @@ from typing import Any, Literal, final
 import pydantic
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -330,12 +331,13 @@ class ChatServer:
     def application(self) -> Starlette:
         routes = [
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/v1/chat/completions", self._completions, methods=["POST"]),
             Route("/v1/responses", self._speak, methods=["POST"]),
             Route("/v1/messages", self._speak, methods=["POST"]),
             Route(f"/v1/{COUNT}", self._count, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={BadRequest: refuse})
+        return Starlette(routes=routes, exception_handlers={BadRequest: refuse, HTTPException: refuse_path})
 
     def _check_caller(self, request: HttpRequest) -> None:
         if self.key:
@@ -347,9 +349,15 @@ class ChatServer:
 
     async def _models(self, request: HttpRequest) -> Response:
         self._check_caller(request)
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self.name, "object": "model", "created": self.began_s, "owned_by": "m2flow"}]}
-        )
+        return JSONResponse({"object": "list", "data": [self._about_model()]})
+
+    async def _model(self, request: HttpRequest) -> Response:
+        self._check_caller(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._about_model())
+
+    def _about_model(self) -> dict[str, object]:
+        return {"id": self.name, "object": "model", "created": self.began_s, "owned_by": "m2flow"}
 
     async def _completions(self, request: HttpRequest) -> Response:
         self._check_caller(request)
@@ -590,6 +598,15 @@ async def refuse(request: HttpRequest, error: Exception) -> Response:
     """The answer to a request that raised `BadRequest`."""
     assert isinstance(error, BadRequest)
     return JSONResponse(error_of(error), error.status)
+
+
+async def refuse_path(request: HttpRequest, error: Exception) -> Response:
+    """The answer to a request for a path that is not there, or by another method than it takes."""
+    assert isinstance(error, HTTPException)
+    there = sorted({route.path.removeprefix("/{key}") for route in request.app.routes if isinstance(route, Route)})
+    path = re.sub(r"^/[^/]+(?=/v1/)", "", request.url.path)
+    what = f"{request.method} {path:.120} is not supported: there are {', '.join(there)}"
+    return JSONResponse(error_of(BadRequest(what, "not_found", error.status_code)), error.status_code, error.headers)
 
 
 def serve_chat(engine: RolloutEngine, name: str, listener: socket.socket, *, key: str = "") -> None:

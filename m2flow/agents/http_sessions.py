@@ -62,13 +62,14 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from m2flow.agents.chat import Chat, Turn, idle_s_of
-from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, error_of, refuse, written
+from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, error_of, refuse, refuse_path, written
 from m2flow.agents.http_dialects import DIALECTS, MODEL, BadRequest, ChatCompletion, Speech, TurnRequest, is_json
 from m2flow.agents.tools import EpisodeFailed, MessagesRefused
 from m2flow.recipe import check_seconds
@@ -498,7 +499,7 @@ class _Server:
         for at in ("/{key}/v1", "/v1"):
             routes += [Route(f"{at}/{path}", self._answer, methods=["POST"]) for path in DIALECTS]
             routes += [Route(f"{at}/models", self._models, methods=["GET"]), Route(f"{at}/{COUNT}", self._count, methods=["POST"])]
-        app = Starlette(routes=routes, exception_handlers={BadRequest: refuse})
+        app = Starlette(routes=routes, exception_handlers={BadRequest: refuse, HTTPException: refuse_path})
         how: dict[str, Any] = {"http": _Connection, "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 1}
         config = uvicorn.Config(app, log_level="critical", access_log=False, **how)
         self._server = uvicorn.Server(config)

@@ -277,7 +277,7 @@ def log_names(run_dir: Path) -> list[str]:
 def log_text(run_dir: Path, worker: str) -> str:
     """Return the end of a worker's log. Raises KeyError: it has none."""
     if worker not in log_names(run_dir):
-        raise KeyError(worker)
+        raise KeyError(f"there is no log of {worker!r:.80}")
     with (run_dir / "logs" / f"{worker}.log").open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(file.tell() - _MOST_LOG_BYTES, 0))

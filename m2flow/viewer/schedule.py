@@ -311,7 +311,7 @@ class Schedule:
     def span_of(self, index: int) -> dict[str, object]:
         """Return all fields of one span. Raises IndexError: there is no such span."""
         if not 0 <= index < self.trace.columns.num_spans:
-            raise IndexError(index)
+            raise IndexError(f"there is no span {index}")
         span = self.trace.columns.span(index)
         kind = self.trace.kinds[int(self.trace.kind[index])]
         about = {key: value for key, value in span.attributes.items() if key not in ("samples", "unit_us")}

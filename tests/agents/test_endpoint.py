@@ -224,6 +224,26 @@ def test_what_the_other_two_apis_can_not_do_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "status", "says"),
+    [
+        ("POST", "completions", 404, "POST /v1/completions is not supported: there are /v1/chat/completions"),
+        ("POST", "embeddings", 404, "POST /v1/embeddings is not supported"),
+        ("GET", "chat/completions", 405, "GET /v1/chat/completions is not supported"),
+        ("GET", "models/gpt-9", 404, "there is no model 'gpt-9' here"),
+    ],
+)
+def test_a_path_that_is_not_served_is_refused_by_name(served: Served, method: str, path: str, status: int, says: str) -> None:
+    found = httpx.request(method, f"{served.url}/{path}", timeout=120, trust_env=False)
+    assert found.status_code == status
+    assert says in found.json()["error"]["message"]
+
+
+def test_a_client_may_ask_about_the_model_by_its_name(served: Served) -> None:
+    found = httpx.get(f"{served.url}/models/tiny", timeout=120, trust_env=False)
+    assert (found.status_code, found.json()["id"]) == (200, "tiny")
+
+
+@pytest.mark.parametrize(
     ("body", "status", "says"),
     [
         ({"model": "gpt-9"}, 404, "there is 'tiny'"),

@@ -598,6 +598,10 @@ def test_nobody_gets_in_without_the_key_or_by_another_name_or_when_the_episode_i
             evil = {"host": "evil.example"}
             assert (await client.post(f"{server.base_url}/chat/completions", json={"messages": ASKS}, headers=evil)).status_code == 403
             assert (await client.get(f"{server.base_url}/models")).json()["data"][0]["id"] == "policy"
+            other_api = await client.post(f"{server.base_url}/completions", json={"prompt": "a"})
+            assert other_api.status_code == 404
+            assert "POST /v1/completions is not supported" in other_api.json()["error"]["message"]
+            assert server.api_key not in other_api.text
             async with endpoint(chat_of(Script(language, ["two"]))) as second:
                 assert second.base_url.split("/")[2] == server.base_url.split("/")[2]  # One server.
             gone = await client.post(f"{second.base_url}/chat/completions", json={"messages": ASKS})

@@ -84,6 +84,13 @@ def test_a_window_has_the_bars_of_the_lanes_that_were_asked_for(runs: Path) -> N
         assert (whole["name"], whole["line"], whole["label"]) == ("rollout.prefill", "flows/grpo.py:31", "policy.generate")
 
 
+def test_what_is_not_there_is_named(runs: Path) -> None:
+    with served(runs) as address:
+        ask(address, "/api/runs/traced/summary")
+        for path, says in (("span/99999999", "there is no span 99999999"), ("log/nobody", "there is no log of 'nobody'")):
+            assert get(address, f"/api/runs/traced/{path}")[1].decode().endswith(f'{says}"}}')
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [
