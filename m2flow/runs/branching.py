@@ -100,7 +100,13 @@ def branch(
         with _engines(of_roles, settings) as (own, *others):
             found = play_on(own, starts, others)
     weights = "of the end of the run" if step is None else f"after step {step}"
-    return Branched(entry.reward, len(_record(row)["turns"]), weights, found)
+    return Branched(_own_reward(row), len(_record(row)["turns"]), weights, found)
+
+
+def _own_reward(row: Batch) -> float | None:
+    """What the episode's agent gave the policy, as of a branch. The ledger has what was rewarded last: with speakers, perhaps a rival's."""
+    reward = float(row.dense("reward")[0])
+    return None if math.isnan(reward) else reward
 
 
 def _stored(run_dir: Path, sample: str) -> tuple[Entry, Batch]:

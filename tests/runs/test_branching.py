@@ -227,4 +227,6 @@ def test_an_episode_of_several_speakers_is_played_on_with_the_weights_of_each(tm
     shown = CliRunner().invoke(cli, ["branch", run, sample["sample"], "--turn", "5", "-n", "2", "--threads", "1"])
     assert shown.exit_code == 0, shown.output
     assert "(judge)" in shown.output
+    points, _ = sample["rewards"].values()
+    assert f", reward {points:g}, 5 turns" in shown.output, "the policy's, though the rival's was given after it"
     assert "; against " in shown.output
