@@ -132,6 +132,19 @@ class Flow:
             raise OptionError(f"{source} of the flow {self.name} is {value!r:.60}; a staleness is a whole number of versions, 0 or more")
         return value
 
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """Raises OptionError: an option is missing that has no default, or the flow has no such option."""
+        known = {parameter.name for parameter in self.parameters}
+        missing = [parameter.name for parameter in self.parameters if parameter.is_required and parameter.name not in options]
+        if missing:
+            raise OptionError(
+                f"the flow {self.name} needs a value for {', '.join(missing)}",
+                now="Give it as --NAME VALUE, in Python as NAME=VALUE, or a default in the flow's signature.",
+            )
+        for name in options:
+            if name not in known:
+                raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
+
     def run(
         self,
         backend: Backend,
@@ -145,16 +158,7 @@ class Flow:
 
         `begun` is given the session before the function runs.
         """
-        known = {parameter.name for parameter in self.parameters}
-        missing = [parameter.name for parameter in self.parameters if parameter.is_required and parameter.name not in options]
-        if missing:
-            raise OptionError(
-                f"the flow {self.name} needs a value for {', '.join(missing)}",
-                now="Give it as --NAME VALUE, or a default in the flow's signature.",
-            )
-        for name in options:
-            if name not in known:
-                raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
+        self.check_options(options)
         seed_everything(seed)
         session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps, staleness=self.staleness_for(options))
         begun(session)

@@ -246,8 +246,8 @@ def run(
     """
     before = None if resume is None else read_resumed(resume, [*(options or {}), *flow_options], cluster, plan)
     taken = flow_of(before.flow if flow is None and before is not None else flow)
-    given = options_of(taken, options, flow_options)
     if before is None:
+        given = options_of(taken, options, flow_options)
         spec, chosen = spec_of(cluster).with_policy(policy), settings_of(settings, seed, deterministic, eager, runs_dir)
     else:
         given, spec, chosen = resumed_options(taken, before.options), before.cluster, before.settings
@@ -356,6 +356,7 @@ def options_of(flow: Flow, options: Mapping[str, object] | None, flow_options: M
     for name in given:
         if name not in names:
             raise OptionError(f"the flow {flow.name} has no option {name!r}", now=did_you_mean(name, names, f"It has {', '.join(names)}."))
+    flow.check_options(given)
     return given
 
 

@@ -25,7 +25,7 @@ from m2flow.micro.records.plan_file import check_edited, origin_of, read_plan, w
 from m2flow.planner.explaining import explain, step_lines
 from m2flow.planner.planning import Forecast, check_trainers, find_models, forecast, is_searched, question_of, with_shapes, write_forecast
 from m2flow.planner.profiles import read_profile
-from m2flow.recipe import Model
+from m2flow.recipe import Model, check_count
 from m2flow.runs.entrance import ClusterLike, FlowLike, flow_of, options_of, spec_of, target_of
 from m2flow.runs.opened import FrameKind, frame_of
 from m2flow.simulator.machines import paced
@@ -123,10 +123,16 @@ def plan(
     spec = with_shapes(spec_of(cluster), _pairs(shapes)).with_policy(policy)
     profile_file = None if profile is None else Path(profile)
     given = options_of(taken, options, flow_options)
-    known = KnownValues(tuple(Assumption.parse(text) for text in assume), None, "")
+    check_count("steps", steps)
+    known = KnownValues(tuple(map(Assumption.parse, _several(assume))), None, "")
     return make_plan(
         taken, target_of(taken), given, spec, steps=steps, seed=seed, known=known, lengths=lengths, profile=profile_file, tries=True
     )
+
+
+def _several(texts: Sequence[str]) -> Sequence[str]:
+    """A text alone is one of them, not its letters."""
+    return (texts,) if isinstance(texts, str) else texts
 
 
 def make_plan(
@@ -328,10 +334,11 @@ def simulate(
     taken = flow_of(flow)
     spec = with_shapes(spec_of(cluster), _pairs(shapes)).with_policy(policy).without_spare
     given, profile_file = options_of(taken, options, flow_options), None if profile is None else Path(profile)
-    known = KnownValues(tuple(Assumption.parse(text) for text in assume))
+    check_count("steps", steps)
+    known = KnownValues(tuple(map(Assumption.parse, _several(assume))))
     scenario = prepared(taken, given, spec, lengths=lengths, steps=steps, seed=seed, known=known, profile=profile_file)
     wanted = plan.plan if isinstance(plan, Planned) else None if plan is None else read_plan(Path(plan))
-    return make_simulation(scenario, target_of(taken), given, wanted, fail)
+    return make_simulation(scenario, target_of(taken), given, wanted, _several(fail))
 
 
 def prepared(

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -183,6 +183,24 @@ def test_an_interrupted_run_is_kept_and_goes_on(tmp_path: Path) -> None:
         m2flow.run(tiny, resume=run, quiet=True)
     thread.join()
     assert before <= {path.name for path in (run.path / "segments").iterdir()}
+
+
+@pytest.mark.parametrize("start", [m2flow.run, m2flow.plan, m2flow.simulate])
+def test_an_option_without_a_default_is_missed_before_the_flow_runs(start: Callable[..., object]) -> None:
+    @flow
+    def needs(num_steps: int) -> None:
+        raise AssertionError(num_steps)
+
+    with pytest.raises(OptionError, match="the flow needs needs a value for num_steps") as missed:
+        start(needs)
+    assert "NAME=VALUE" in missed.value.now
+
+
+def test_a_plan_and_a_simulation_have_a_step_and_take_one_assumption_as_a_text() -> None:
+    for start in (m2flow.plan, m2flow.simulate):
+        with pytest.raises(OptionError, match="steps is 0"):
+            start(tiny, steps=0)
+        start(tiny, assume="reward=0.5")
 
 
 def test_what_is_wrong_is_said() -> None:
