@@ -14,7 +14,7 @@ from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, 
 from m2flow.errors import RewardError
 from m2flow.macro.tracing import trace
 from m2flow.micro.protocol import update_semantics
-from m2flow.micro.protocol.staleness import Decision, VersionSpan
+from m2flow.micro.protocol.staleness import ANY_VERSION, Decision, VersionSpan
 from m2flow.micro.scheduler import weights
 from m2flow.micro.scheduler.dispatch import TrainDispatch
 from m2flow.micro.scheduler.weights import Versions
@@ -215,16 +215,27 @@ def test_a_sample_of_weights_beyond_the_bound_is_not_admitted(monkeypatch):
     assert any("may use versions" in answer.error for answer in runs())
 
 
-def test_a_sample_of_weights_beyond_the_bound_is_not_trained_on(monkeypatch):
+def test_a_sample_of_weights_beyond_the_bound_is_not_taken_from_its_engine(monkeypatch):
     any_version_will_do(monkeypatch)
     monkeypatch.setattr(engine_host, "check_admission", lambda call, version, role="": None)
+    assert any("of the weights, and may have those of" in answer.error for answer in runs())
+
+
+def any_version_is_generated(patch: pytest.MonkeyPatch) -> None:
+    """Engines generate with whatever version they hold."""
+    any_version_will_do(patch)
+    patch.setattr(engine_host, "check_admission", lambda call, version, role="": None)
+    patch.setattr(engine_host.EngineHost, "_window_of", lambda self, role, packed: (0, ANY_VERSION))
+
+
+def test_a_sample_of_weights_beyond_the_bound_is_not_trained_on(monkeypatch):
+    any_version_is_generated(monkeypatch)
     assert any("may train on" in answer.error for answer in runs())
 
 
-def test_without_either_check_samples_beyond_the_bound_are_trained_on(monkeypatch):
+def test_without_these_checks_samples_beyond_the_bound_are_trained_on(monkeypatch):
     """So the property above rests on the scheduler's window."""
-    any_version_will_do(monkeypatch)
-    monkeypatch.setattr(engine_host, "check_admission", lambda call, version, role="": None)
+    any_version_is_generated(monkeypatch)
     monkeypatch.setattr(update_semantics, "check_consumption", lambda call, samples: None)
     (program, options) = (EVERYTHING, {"lag": 1, "num_steps": 4, "batch": 4, "epochs": 2, "minibatch": 2})
     reds = 0
