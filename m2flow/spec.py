@@ -337,6 +337,15 @@ class PinSpec(_Strict):
             raise PydanticCustomError("devices", "{what}", {"what": what})
         return given
 
+    @field_validator("num_devices")
+    @classmethod
+    def _has_as_many_as_devices(cls, given: int | None, info: ValidationInfo) -> int | None:
+        devices = info.data.get("devices")
+        if given is not None and devices is not None and given != devices[1] - devices[0]:
+            what = f"{given} are not as many as `devices` are, which says {devices[1] - devices[0]}; leave one of the two out"
+            raise PydanticCustomError("num_devices", "{what}", {"what": what})
+        return given
+
 
 class Places(dict[tuple[str, ...], str]):
     """Field -> its position in a file, FILE:LINE:COLUMN. Not part of a spec's meaning, so all instances compare equal."""

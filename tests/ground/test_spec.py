@@ -222,6 +222,11 @@ def test_a_spec_that_was_written_down_in_full_is_read_back(text: str, tmp_path: 
         ("pools: {main: {device: h100, nodes: 99999, devices_per_node: 99999}}\n", ":1:30", "pools.main.nodes: 99999 x 99999 devices"),
         ("pools: {main: {device: h100, memory_gib: 1.0e+300}}\n", ":1:30", "pools.main.memory_gib: Input should be less than"),
         ("pools: {main: {device: h100}}\npin: {policy: {devices: [8, 4]}}\n", ":2:16", "pin.policy.devices: [8, 4] are no devices"),
+        (
+            "pools: {main: {device: h100}}\npin: {policy: {devices: [0, 4], num_devices: 8}}\n",
+            ":2:33",
+            "pin.policy.num_devices: 8 are not as many as `devices` are, which says 4",
+        ),
         ("pools: {main: {device: h100}}\npin: {policy: {num_devices: 9}}\n", ":2:16", "pin.policy.num_devices: 9 devices are more"),
         ("train: {token_budget: " + "9" * 5000 + "}\n", ":1:23", "9" * 40 + "... can't be read: Exceeds the limit"),
         ("channels: {max_bytes: 2026-99-99}\n", ":1:23", "2026-99-99 can't be read: month must be in 1..12"),
