@@ -15,7 +15,7 @@
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
-CORE_JOBS := $(if $(filter 0,$(JOBS)),0,$(shell expr $(JOBS) + 1))
+PROCESSES := $(if $(filter 0,$(JOBS)),0,$(shell expr $(JOBS) + 1))
 MINUTES ?= 30
 SEED ?=
 DEVICE ?= cuda
@@ -64,11 +64,11 @@ core-and-types: $(VENV)/.installed
 	@mkdir -p $(dir $(SKIPPED)); $(MAKE) --no-print-directory types >$(TYPES) 2>&1 & types=$$!; \
 	$(MAKE) --no-print-directory core; core=$$?; wait $$types; types=$$?; cat $(TYPES); exit $$((core + types))
 
-# One process more than cores, each with one thread for torch: a fifth of their time these tests wait, for processes that start, end or
-# are given up. The rest of the tests has as many as cores. JOBS=0 is one process.
+# One process more than cores, each with one thread for torch: a fifth of their time tests wait, for processes that start, end or are given
+# up. JOBS=0 is one process.
 core: $(VENV)/.installed
 	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORE_JOBS) --dist worksteal -m "not slow and not gpu and not long" --durations=50 --write-skipped=$(SKIPPED)/core.tsv
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(PROCESSES) --dist worksteal -m "not slow and not gpu and not long" --durations=50 --write-skipped=$(SKIPPED)/core.tsv
 
 # A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run. The
 # environments wait for the network, so they are set up side by side. Tests of a file share its servers, so a file stays in one process;
@@ -79,7 +79,7 @@ rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, 
 	$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2 & \
 	$(MAKE) --no-print-directory $(MEGATRON)/.installed || echo "going on without Megatron" >&2 & wait
 	@python=$(BIN)/python; [ ! -e $(FULL)/.installed ] || python=$(FULL)/bin/python; \
-	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(JOBS) --dist loadfile --max-worker-restart=0 --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv \
+	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(PROCESSES) --dist loadfile --max-worker-restart=0 --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv \
 		$(if $(BEGIN_UNTIL),--begin-until=$(BEGIN_UNTIL)) || [ $$? -eq 5 ]  # 5: there was nothing to run
 
 test-all: test rest ## Everything. The last lines name each group of tests that did not run, and why.
