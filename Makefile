@@ -79,7 +79,7 @@ rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, 
 	$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2 & \
 	$(MAKE) --no-print-directory $(MEGATRON)/.installed || echo "going on without Megatron" >&2 & wait
 	@python=$(BIN)/python; [ ! -e $(FULL)/.installed ] || python=$(FULL)/bin/python; \
-	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(PROCESSES) --dist loadfile --max-worker-restart=0 --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv \
+	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv \
 		$(if $(BEGIN_UNTIL),--begin-until=$(BEGIN_UNTIL)) || [ $$? -eq 5 ]  # 5: there was nothing to run
 
 test-all: test rest ## Everything. The last lines name each group of tests that did not run, and why.

@@ -97,6 +97,13 @@ def pytest_collect_file(file_path: Path) -> Iterator[None]:
     return [one for one in found if not (isinstance(one, DoctestModule) and file_path.name.startswith("test_"))]
 
 
+BEGIN_FIRST = (
+    "test_random_programs.py", "test_agent_runs.py", "test_context_parallel.py", "test_megatron_numbers.py", "test_pipelines.py",
+    "test_resume_layouts.py", "test_sglang.py",
+)  # fmt: skip
+"""Files that take minutes, which must not be what one process is left with when the others have nothing."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if config.getoption("--long"):
@@ -111,8 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rest = [item for item in items if _group(item) or item.nodeid in skipped or item.location[0] in skipped]
         config.hook.pytest_deselected(items=[item for item in items if item not in rest])
         items[:] = rest
-    # A minute of a core and, of the rest, two more, which must not be what one process is left with when the others have nothing.
-    items.sort(key=lambda item: item.path.name != "test_random_programs.py")
+    items.sort(key=lambda item: item.path.name not in BEGIN_FIRST)
 
 
 @pytest.hookimpl(tryfirst=True)

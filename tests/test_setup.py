@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -191,3 +192,10 @@ def test_a_program_that_is_forked_does_what_one_does_that_is_started(tmp_path: P
         said.append((process.returncode, out, err.splitlines()[-1:]))
     assert said[0] == said[1]
     assert said[0][1]
+
+
+def test_files_that_begin_first_are_there() -> None:
+    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text())
+    found = next(node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BEGIN_FIRST")
+    for name in ast.literal_eval(found.value):
+        assert len(list((ROOT / "tests").rglob(name))) == 1, name
