@@ -50,7 +50,7 @@ vllm-cpu: $(VLLM)/.installed ## An interpreter with vLLM on a CPU, likewise (2.5
 
 megatron-cpu: $(MEGATRON)/.installed ## An interpreter with megatron-core, for tests: .venv and three packages more.
 
-test: lint core-and-types ## The core checks: format, lint, types, tests, doctests. Eight to eleven minutes on two cores.
+test: lint core-and-types ## The core checks: format, lint, types, tests, doctests. Seven to eleven minutes on two cores.
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -18,6 +19,7 @@ from observed_run import MS, record_run, store_run
 from m2flow.observe.metrics import MetricsWriter, write_curve
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.spans import Recorder
+from m2flow.runs.display import curve
 from m2flow.samples import SampleId
 
 
@@ -189,6 +191,20 @@ def test_the_curve_is_titled_with_the_flow_and_names_what_it_draws(tmp_path: Pat
         assert any(one.startswith(text) for one in drawn)
     write_curve(run_dir, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "curve.svg").read_bytes()
+
+
+def test_the_rewards_of_all_roles_are_drawn_each_in_a_colour_of_its_own(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(3):
+            writer.write(step, {"verifier/reward": 0.5 + step, "solver/reward": 1.0 * step, "eval/reward": 0.1, "setup/reward": 9.0})
+    write_curve(tmp_path, tmp_path / "curve.svg")
+    root = ET.fromstring((tmp_path / "curve.svg").read_text())
+    drawn = [element.text or "" for element in root.iter() if element.tag.endswith("}text")]
+    assert [text for text in drawn if text.endswith("of samples")] == ["solver/reward of samples", "verifier/reward of samples"]
+    lines = {found for element in root.iter() if (found := re.search(r"stroke: (#0072b2|#56b4e9)", element.get("style", "")))}
+    assert {line[1] for line in lines} == {"#0072b2", "#56b4e9"}
+    page = curve({"solver/reward": [(0, 0.0), (1, 1.0)], "verifier/reward": [(0, 0.5), (1, 1.5)]})
+    assert len(set(re.findall(r"<polyline[^>]*stroke='(#\w+)'", page))) == 2
 
 
 def test_what_is_not_finite_is_not_drawn(tmp_path: Path) -> None:
