@@ -702,6 +702,22 @@ _MEMBERS = {
     },
 }
 """What other libraries' objects have, by the class of m2flow's -> what to write here."""
+OF_FLOWS = (
+    "Critic",
+    "Dataset",
+    "EpisodeRows",
+    "Metrics",
+    "Number",
+    "Policy",
+    "Reference",
+    "Reward",
+    "RewardModel",
+    "Role",
+    "Rows",
+    "Sample",
+    "Scores",
+)
+"""Public classes whose objects the code of a flow has."""
 _USES = (
     (r"'Reward' object is not callable", "It is verifier.score(responses)."),
     (r"'Policy' object is not callable", "It is policy.generate(dataset.take(32), n=8, max_new_tokens=64)."),
@@ -751,8 +767,8 @@ def _instead(error: BaseException) -> str:
 
 
 def _instead_of_member(error: AttributeError) -> str:
-    public = importlib.import_module("m2flow").__all__
-    kind = next((one for one in type(error.obj).__mro__ if one.__module__.startswith("m2flow.") and one.__name__ in public), None)
+    own = (one for one in type(error.obj).__mro__ if one.__module__.startswith("m2flow."))
+    kind = next((one for one in own if one.__name__ in OF_FLOWS), None)
     if kind is None or error.name is None:
         return ""
     otherwise = f"m2flow help {kind.__name__} lists what it has."

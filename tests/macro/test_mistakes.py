@@ -12,8 +12,10 @@ import torch
 from fake_clusters import FAKES
 from message_parts import lacks
 
+import m2flow
 from m2flow import AdamW, Dataset, Flow, Policy, Reward, Rows, Sample, evaluate, flow, log, ppo_clip
 from m2flow.errors import FlowError, OptionError
+from m2flow.macro.session import OF_FLOWS
 from m2flow.macro.tracing import trace
 from m2flow.testing.programs import Answer
 from m2flow.testing.world import run_eager, run_planned
@@ -235,3 +237,7 @@ def test_what_another_library_calls_otherwise_is_said_as_it_is_here_and_before_a
         trace(at_once(line), {}, steps=1)
     assert re.search(says, str(found.value)), str(found.value)
     assert "flow.py:1" in str(found.value)
+
+
+def test_classes_of_which_members_are_suggested_are_public() -> None:
+    assert set(OF_FLOWS) <= set(m2flow.__all__)
