@@ -655,13 +655,13 @@ class RolloutEngine(Engine):
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `PromptTooLong`, and queues none, if a prompt fills the context. A response that does: `Finish.LENGTH`."""
+        """Queue requests. Raises `PromptTooLong`, and queues none, if a prompt fills the context; a response that does ends by LENGTH."""
 
     @abstractmethod
     def step(self) -> list[Generated]:
         """Admit what fits, decode one token for each running request, and return those that finished; empty if there is nothing to do.
 
-        Running out of memory costs time only: fewer run, and others wait with their tokens. Raises `OutOfMemory`: one does not fit."""
+        Out of memory, fewer requests run, and the others wait with their tokens. Raises `OutOfMemory`: a single request does not fit."""
 
     @abstractmethod
     def abort(self, ids: Iterable[int]) -> list[Generated]:

@@ -17,7 +17,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -610,59 +609,46 @@ class StepCheck:
         """
         if not isinstance(stepped, list | tuple) or not all(isinstance(one, Generated) for one in stepped):
             raise EngineError(f"{self._whose} returned {stepped!r:.200} from step(), which is no list of Generated", now=_SUITE)
-        if stepped and not self._fit(stepped, most_of):
+        for one in stepped:
+            if what := self._misshapen(one, most_of(one.id)):
+                raise _fault(one.id, f"came from {self._whose} with {what}")
+        # Hundreds may leave in one step, so their values are looked at together, and each by itself only to find the one.
+        if stepped and self._wrong_values(stepped):
             for one in stepped:
-                if what := self._misfit(one, most_of(one.id)):
-                    raise sample_fault(one.id, f"came from {self._whose} with {what}")
+                if what := self._wrong_values([one]):
+                    raise _fault(one.id, f"came from {self._whose} with {what}")
 
-    def _fit(self, stepped: Sequence[Generated], most_of: Callable[[int], int]) -> bool:
-        """Whether all are as they should be. They are looked at together, since hundreds may leave in one step; if not, or if their windows
-        differ, `_misfit` looks at each."""
-        columns = [[getattr(one, name) for one in stepped] for name in _MADE]
-        if any(type(made) is not np.ndarray or made.ndim != 1 for column in columns for made in column):
-            return False
-        nums, *others = ([len(made) for made in column] for column in columns)
-        if any(other != nums for other in others) or any(num > most_of(one.id) for num, one in zip(nums, stepped, strict=True)):
-            return False
-        if not all(one.finish in _ENDED and isinstance(one.text, str) for one in stepped):
-            return False
-        tokens, logprobs, versions, _ = map(np.concatenate, columns)
-        if not len(tokens):
-            return True
-        windows = {self._window_of(one.id) for one in stepped}
-        oldest, newest = max(first for first, _ in windows), min(last for _, last in windows)
-        return bool(
-            tokens.dtype.kind == "i"
-            and 0 <= tokens.min() <= tokens.max() <= (self._vocabulary or sys.maxsize) - 1
-            and np.isfinite(logprobs).all()
-            and oldest <= versions.min() <= versions.max() <= newest
-        )
-
-    def _misfit(self, one: Generated, most: int) -> str:
+    def _misshapen(self, one: Generated, most: int) -> str:
         finish, text = cast(object, one.finish), cast(object, one.text)
-        if finish not in _ENDED:
+        if finish not in (Finish.STOP, Finish.LENGTH):
             return f"the finish {finish!r}, and step() returns what has ended by itself: Finish.STOP or Finish.LENGTH"
         if not isinstance(text, str):
             return f"the text {text!r:.80}, which is no str"
-        columns = {name: getattr(one, name) for name in _MADE}
-        odd = [name for name, column in columns.items() if not isinstance(column, np.ndarray) or column.ndim != 1]
-        if odd:
+        columns = [getattr(one, name) for name in _MADE]
+        if any(not isinstance(column, np.ndarray) or column.ndim != 1 for column in columns):
+            odd = [name for name, column in zip(_MADE, columns, strict=True) if not isinstance(column, np.ndarray) or column.ndim != 1]
             return f"{', '.join(odd)} that are no one-dimensional array of NumPy"
-        if len({len(column) for column in columns.values()}) > 1:
-            return ", ".join(f"{len(column)} {name}" for name, column in columns.items())
-        if len(one.tokens) > most:
-            return f"{len(one.tokens)} tokens, and max_new_tokens is {most}"
-        if not len(one.tokens):
+        num, *others = map(len, columns)
+        if others != [num] * len(others):
+            return ", ".join(f"{len(column)} {name}" for name, column in zip(_MADE, columns, strict=True))
+        return f"{num} tokens, and max_new_tokens is {most}" if num > most else ""
+
+    def _wrong_values(self, some: Sequence[Generated]) -> str:
+        """What is wrong with the values of samples taken together. Of one it is what it says; of several whose windows differ, nothing may
+        be."""
+        tokens, logprobs, versions = (np.concatenate([getattr(one, name) for one in some]) for name in _MADE[:3])
+        if not len(tokens):
             return ""
-        lowest, highest = one.tokens.min(), one.tokens.max()
-        if one.tokens.dtype.kind != "i" or lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
+        lowest, highest = tokens.min(), tokens.max()
+        if tokens.dtype.kind != "i" or lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
             bound = "0 up" if self._vocabulary is None else f"0 to {self._vocabulary - 1}"
             return f"tokens of {lowest} to {highest}, and its model has the ids {bound}"
-        if not np.isfinite(one.logprobs).all():
+        if not np.isfinite(logprobs).all():
             return "log-probabilities that are not finite"
-        first, last, (oldest, newest) = one.versions.min(), one.versions.max(), self._window_of(one.id)
-        if not oldest <= first <= last <= newest:
-            return f"tokens of versions {first} to {last} of the weights, and may have those of {oldest} to {newest}"
+        windows = {self._window_of(one.id) for one in some}
+        oldest, newest = max(first for first, _ in windows), min(last for _, last in windows)
+        if not oldest <= versions.min() <= versions.max() <= newest:
+            return f"tokens of versions {versions.min()} to {versions.max()} of the weights, and may have those of {oldest} to {newest}"
         return ""
 
     def ids(self, left: Sequence[int], running: Collection[int], *, is_idle: bool) -> None:
@@ -676,18 +662,17 @@ class StepCheck:
         """
         wrong = next((packed for packed, num in Counter(left).items() if num > 1 or packed not in running), None)
         if wrong is not None:
-            raise sample_fault(wrong, f"was returned by {self._whose}, which did not have it or had returned it before")
+            raise _fault(wrong, f"was returned by {self._whose}, which did not have it or had returned it before")
         lost = sorted(set(running) - set(left)) if is_idle else []
         if lost:
-            raise sample_fault(lost[0], f"was lost by {self._whose}: it has nothing left to do and has not returned it")
+            raise _fault(lost[0], f"was lost by {self._whose}: it has nothing left to do and has not returned it")
 
 
 _MADE = ("tokens", "logprobs", "versions", "kv_stale")
-_ENDED = (Finish.STOP, Finish.LENGTH)
 _SUITE = "`m2flow.testing.rollout_suite` checks an engine against its contract (docs/guide/writing-engines.md)."
 
 
-def sample_fault(packed: int, what: str) -> M2FlowError:
+def _fault(packed: int, what: str) -> M2FlowError:
     """Make the error about a sample with which a rollout engine has broken its contract."""
     return EngineError(f"sample {SampleId.unpack(packed)} {what}", now=_SUITE).about(packed)
 

@@ -20,7 +20,7 @@ from typing import overload
 
 import cloudpickle
 
-from m2flow.errors import FlowLoadError, M2FlowError, OptionError
+from m2flow.errors import FlowLoadError, M2FlowError, OptionError, did_you_mean
 from m2flow.macro.graph import site_of
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.recipe import MOST_COUNTED
@@ -133,17 +133,18 @@ class Flow:
         return value
 
     def check_options(self, options: Mapping[str, object]) -> None:
-        """Raises OptionError: an option is missing that has no default, or the flow has no such option."""
-        known = {parameter.name for parameter in self.parameters}
+        """Raises OptionError: the flow has no such option, or one is missing that has no default."""
+        known = [parameter.name for parameter in self.parameters]
+        for name in options:
+            if name not in known:
+                what = f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}"
+                raise OptionError(what, now=did_you_mean(name, known, ""))
         missing = [parameter.name for parameter in self.parameters if parameter.is_required and parameter.name not in options]
         if missing:
             raise OptionError(
                 f"the flow {self.name} needs a value for {', '.join(missing)}",
                 now="Give it as --NAME VALUE, in Python as NAME=VALUE, or a default in the flow's signature.",
             )
-        for name in options:
-            if name not in known:
-                raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
 
     def run(
         self,

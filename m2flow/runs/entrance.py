@@ -352,10 +352,6 @@ def options_of(flow: Flow, options: Mapping[str, object] | None, flow_options: M
     if twice:
         raise OptionError(f"{twice[0]} is given twice: as an argument, and in options=", now="Leave one of them out.")
     given = {**(options or {}), **flow_options}
-    names = [parameter.name for parameter in flow.parameters]
-    for name in given:
-        if name not in names:
-            raise OptionError(f"the flow {flow.name} has no option {name!r}", now=did_you_mean(name, names, f"It has {', '.join(names)}."))
     flow.check_options(given)
     return given
 

@@ -432,7 +432,8 @@ def _answered(folder: Folder, answer: Answer, request: Request) -> Response:
     except M2FlowError as error:
         return _text_response(404 if isinstance(error, SpecError) else 500, str(error))
     except (ValueError, OverflowError, LookupError) as error:
-        return _text_response(404 if isinstance(error, LookupError) else 400, f"{request.url.path}: {error.args[0]}")
+        said = " ".join(map(str, error.args))  # A KeyError's own text has its words in quotes.
+        return _text_response(404 if isinstance(error, LookupError) else 400, f"{request.url.path}: {said}")
     except OSError as error:
         return _text_response(500, f"the run can't be read: {error}")
 

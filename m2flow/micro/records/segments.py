@@ -213,7 +213,7 @@ _LOST = (
 )
 
 
-def _damaged(path: Path, at: int) -> EngineError:
+def _damaged(path: Path, at: int) -> RecordLost:
     return RecordLost(f"the segment {path} is damaged at byte {at}", now=_LOST)
 
 

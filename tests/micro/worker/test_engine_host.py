@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,20 +25,23 @@ from m2flow.samples import Finish, make_ids
 from m2flow.testing.fakes import FakeRollout
 
 
+@contextlib.contextmanager
+def opened(settings: EngineSettings | None = None, *, turn: str = "", **more: Any) -> Iterator[EngineHost]:
+    """A host of one fake rollout engine."""
+    slots, models = [EngineSlot("policy", "rollout", "fake", turn)], {"policy": Model("fake")}
+    own = {"run_seed": 0, "recorder": Recorder("engine_host"), "shared_prefix": "", **more}
+    engine_host = EngineHost(slots, models, {"rollout": settings or EngineSettings()}, **own)
+    engine_host.open()
+    try:
+        yield engine_host
+    finally:
+        engine_host.close()
+
+
 @pytest.fixture
 def gathering() -> Iterator[EngineHost]:
-    engine_host = EngineHost(
-        [EngineSlot("policy", "rollout", "fake")],
-        {"policy": Model("fake")},
-        {"rollout": EngineSettings()},
-        run_seed=0,
-        recorder=Recorder("engine_host"),
-        shared_prefix="",
-        gather_s=math.inf,
-    )
-    engine_host.open()
-    yield engine_host
-    engine_host.close()
+    with opened(gather_s=math.inf) as engine_host:
+        yield engine_host
 
 
 def left_after(engine_host: EngineHost, num_steps: int) -> list[tuple[int, list[int]]]:
@@ -65,49 +70,30 @@ def test_an_abort_takes_along_what_has_finished_but_not_left(gathering: EngineHo
 
 
 def test_episodes_that_wait_before_their_engine_are_said_to_wait_and_it_does_not_drain_before_they_have_begun() -> None:
-    engine_host = EngineHost(
-        [EngineSlot("policy", "rollout", "fake")],
-        {"policy": Model("fake")},
-        {"rollout": EngineSettings(max_running=1, options={"kv_capacity": 1})},
-        run_seed=0,
-        recorder=Recorder("engine_host"),
-        shared_prefix="",
-    )
-    engine_host.open()
-    episodes = engine_host._speaking("policy")
-    starts = [begun(index, wanderer) for index in range(4)]
-    episodes.begin([replace(start, request=replace(start.request, prompt="a prompt")) for start in starts])
-    ((_, occupancy, _),) = engine_host.gauges()
-    assert (occupancy.num_running, occupancy.num_queued) == (0, 3)
-    for start in starts:
-        assert len(engine_host._stopped([start.request.id])) == 1
-        assert ("policy" in engine_host._draining._open) == (start is starts[-1])
-        episodes.step()
-    engine_host.close()
+    with opened(EngineSettings(max_running=1, options={"kv_capacity": 1})) as engine_host:
+        episodes = engine_host._speaking("policy")
+        starts = [begun(index, wanderer) for index in range(4)]
+        episodes.begin([replace(start, request=replace(start.request, prompt="a prompt")) for start in starts])
+        ((_, occupancy, _),) = engine_host.gauges()
+        assert (occupancy.num_running, occupancy.num_queued) == (0, 3)
+        for start in starts:
+            assert len(engine_host._stopped([start.request.id])) == 1
+            assert ("policy" in engine_host._draining._open) == (start is starts[-1])
+            episodes.step()
 
 
 def test_an_engine_that_gets_other_weights_or_gives_its_cache_back_has_no_contexts_any_more() -> None:
-    engine_host = EngineHost(
-        [EngineSlot("policy", "rollout", "fake", "rollout")],
-        {"policy": Model("fake")},
-        {"rollout": EngineSettings(max_running=2, options={"kv_capacity": 10**6})},
-        run_seed=0,
-        recorder=Recorder("engine_host"),
-        shared_prefix="",
-        takes_turns=True,
-    )
-    engine_host.open()
-    queue = engine_host._speaking("policy")._queue
-    kept = list(engine_host._rollout["policy"].weights())
-    for lose in (engine_host.shrink_kv_cache, lambda: engine_host.load_kept("policy", 1, kept), lambda: engine_host.switch("train")):
-        queue.look(lambda: Occupancy(0, kv_capacity=10**6))
-        for happens in (queue.asked, queue.given, queue.answered):
-            happens(1, 50)
-        assert queue._cached
-        lose()
-        assert not queue._cached
-        assert queue._num_held == 0
-    engine_host.close()
+    with opened(EngineSettings(max_running=2, options={"kv_capacity": 10**6}), turn="rollout", takes_turns=True) as engine_host:
+        queue = engine_host._speaking("policy")._queue
+        kept = list(engine_host._rollout["policy"].weights())
+        for lose in (engine_host.shrink_kv_cache, lambda: engine_host.load_kept("policy", 1, kept), lambda: engine_host.switch("train")):
+            queue.look(lambda: Occupancy(0, kv_capacity=10**6))
+            for happens in (queue.asked, queue.given, queue.answered):
+                happens(1, 50)
+            assert queue._cached
+            lose()
+            assert not queue._cached
+            assert queue._num_held == 0
 
 
 def _without_a_logprob(one: Generated) -> list[Generated]:
@@ -151,19 +137,10 @@ def _of_other_weights(one: Generated) -> list[Generated]:
 def test_a_sample_that_breaks_the_contract_of_rollout_engines_is_named(monkeypatch, made_of, said) -> None:
     step = FakeRollout.step
     monkeypatch.setattr(FakeRollout, "step", lambda engine: [made for one in step(engine) for made in made_of(one)])
-    engine_host = EngineHost(
-        [EngineSlot("policy", "rollout", "fake")],
-        {"policy": Model("fake")},
-        {"rollout": EngineSettings()},
-        run_seed=0,
-        recorder=Recorder("engine_host"),
-        shared_prefix="",
-    )
-    engine_host.open()
-    engine_host.generate(generate_call(1), make_ids(1, 1).tolist(), prompts(1))
-    with pytest.raises(EngineError, match=rf"sample p\d+/0 .*{said}"):
-        left_after(engine_host, 40)
-    engine_host.close()
+    with opened() as engine_host:
+        engine_host.generate(generate_call(1), make_ids(1, 1).tolist(), prompts(1))
+        with pytest.raises(EngineError, match=rf"sample p\d+/0 .*{said}"):
+            left_after(engine_host, 40)
 
 
 @pytest.mark.parametrize(
