@@ -625,8 +625,8 @@ class StepCheck:
         if not isinstance(text, str):
             return f"the text {text!r:.80}, which is no str"
         columns = [getattr(one, name) for name in _MADE]
-        if any(not isinstance(column, np.ndarray) or column.ndim != 1 for column in columns):
-            odd = [name for name, column in zip(_MADE, columns, strict=True) if not isinstance(column, np.ndarray) or column.ndim != 1]
+        odd = [name for name, column in zip(_MADE, columns, strict=True) if not isinstance(column, np.ndarray) or column.ndim != 1]
+        if odd:
             return f"{', '.join(odd)} that are no one-dimensional array of NumPy"
         num, *others = map(len, columns)
         if others != [num] * len(others):
@@ -634,8 +634,7 @@ class StepCheck:
         return f"{num} tokens, and max_new_tokens is {most}" if num > most else ""
 
     def _wrong_values(self, some: Sequence[Generated]) -> str:
-        """What is wrong with the values of samples taken together. Of one it is what it says; of several whose windows differ, nothing may
-        be."""
+        """What is wrong with the values of these samples, taken together; where their windows differ, each alone may yet be right."""
         tokens, logprobs, versions = (np.concatenate([getattr(one, name) for one in some]) for name in _MADE[:3])
         if not len(tokens):
             return ""
