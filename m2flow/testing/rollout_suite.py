@@ -540,13 +540,14 @@ def check_what_runs_can_be_aborted_and_goes_on(factory: Factory) -> None:
     with started(factory) as engine:
         if not engine.capabilities.self_paced:
             return
-        engine.add(requests)
-        run_until(engine, [request.id for request in requests], 4)
-        stopped = {sample.id: sample for sample in engine.abort([request.id for request in requests])}
-        assert engine.num_unfinished == 0
-        assert sorted(stopped) == sorted(request.id for request in requests)
+        for _ in in_the_middle(engine, requests, 4):
+            stopped = {sample.id: sample for sample in engine.abort([request.id for request in requests])}
+            assert engine.num_unfinished == 0
+            assert sorted(stopped) == sorted(request.id for request in requests)
+            if all(sample.finish is Finish.ABORT for sample in stopped.values()):
+                break
         for sample in stopped.values():
-            assert sample.finish is Finish.ABORT and 4 <= len(sample.tokens) < 1000
+            assert 4 <= len(sample.tokens) < 1000
             assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions)
         done = generate(engine, [continued(request, stopped[request.id], len(stopped[request.id].tokens)) for request in requests])
     for request in requests:
@@ -561,9 +562,11 @@ def check_what_is_queued_can_be_aborted(factory: Factory) -> None:
     with started(factory) as engine:
         if not engine.capabilities.self_paced:
             return
-        engine.add([request])
-        (gone,) = engine.abort([request.id])
-        assert gone.finish is Finish.ABORT and len(gone.tokens) < 1000
+        for _ in in_the_middle(engine, [request], 0):
+            (gone,) = engine.abort([request.id])
+            if gone.finish is Finish.ABORT:
+                break
+        assert len(gone.tokens) < 1000
         assert engine.num_unfinished == 0 and engine.step() == [] and engine.abort([request.id]) == []
 
 
@@ -588,8 +591,7 @@ def check_weights_stay_under_what_runs(factory: Factory) -> None:
         if not engine.capabilities.self_paced:
             return
         held = list(engine.weights())
-        engine.add([request])
-        run_until(engine, [request.id], 1)
+        next(in_the_middle(engine, [request], 1))
         with raises(EngineError):
             engine.load_weights(held, 1)
         assert engine.version == 0
@@ -602,32 +604,58 @@ def check_weights_change_under_what_runs_if_it_is_allowed(factory: Factory) -> N
         if not (engine.capabilities.self_paced and engine.capabilities.weights_under_requests):
             return
         changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        held = list(engine.weights())
         whole = generate(engine, requests)
-        engine.add(requests[:1])
-        run_until(engine, [requests[0].id], 4)
-        engine.load_weights(changed, 1, under_requests=True)
-        engine.add(requests[1:])
-        done = drain(engine)
+        for attempt, _ in enumerate(in_the_middle(engine, requests[:1], 4)):
+            engine.load_weights(changed, 2 * attempt + 1, under_requests=True)
+            engine.add(requests[1:])
+            done = drain(engine)
+            if done[requests[0].id].versions[-1] == engine.version:
+                break
+            engine.load_weights(held, 2 * attempt + 2)
         after = generate(engine, requests)
+        new = engine.version
     sample, begun_after = done[requests[0].id], done[requests[1].id]
     changes = np.flatnonzero(np.diff(sample.versions))
-    assert len(changes) == 1 and sample.versions[0] == 0 and sample.versions[-1] == 1
+    assert len(changes) == 1 and sample.versions[0] == new - 1 and sample.versions[-1] == new
     first = int(changes[0]) + 1
     assert not sample.kv_stale[:first].any() and len(set(sample.kv_stale[first:].tolist())) == 1
     np.testing.assert_array_equal(sample.tokens[:first], whole[sample.id].tokens[:first])
     np.testing.assert_allclose(sample.logprobs[:first], whole[sample.id].logprobs[:first], atol=LOGPROB_TOLERANCE)
-    assert (begun_after.versions == 1).all() and not begun_after.kv_stale.any()
+    assert (begun_after.versions == new).all() and not begun_after.kv_stale.any()
     same = int(np.argmin(np.append(begun_after.tokens == after[begun_after.id].tokens, False)))
     assert same > 4
     np.testing.assert_allclose(begun_after.logprobs[:same], after[begun_after.id].logprobs[:same], atol=LOGPROB_TOLERANCE)
 
 
-def run_until(engine: RolloutEngine, ids: Iterable[int], num_tokens: int) -> None:
-    """Run until each of these requests has `num_tokens` tokens and none has ended."""
+def in_the_middle(engine: RolloutEngine, requests: Sequence[Request], num_tokens: int) -> Iterator[None]:
+    """Add `requests` and run until each has `num_tokens` tokens and none has ended.
+
+    An engine with a pace of its own goes on while its client is held up, as on a busy machine, and may be done before the client acts.
+    That is no fault of the engine, so there is another attempt; the caller leaves the loop when its act came in the middle.
+
+    Yields:
+        Nothing, at each attempt, when the requests are in the middle. The engine has none of them before the next.
+
+    Raises:
+        AssertionError: an engine that generates nothing, or one that was always done before.
+    """
+    for _ in range(5):
+        engine.add(requests)
+        if run_until(engine, [request.id for request in requests], num_tokens):
+            yield
+        drain(engine)
+    raise AssertionError("the engine was always done before its client could act")
+
+
+def run_until(engine: RolloutEngine, ids: Iterable[int], num_tokens: int) -> bool:
+    """Run until each of these requests has `num_tokens` tokens, or one has ended; return whether none has."""
     deadline = time.monotonic() + _PATIENCE_S
     while min(engine.progress()[i] for i in ids) < num_tokens:
-        assert engine.step() == []
+        if engine.step():
+            return False
         assert time.monotonic() < deadline, "the engine generates nothing"
+    return True
 
 
 SELF_PACED_CHECKS: tuple[Callable[[Factory], None], ...] = tuple(

@@ -189,7 +189,7 @@ def generating(engine_of: Made, breaking: Breaking) -> Iterator[RolloutEngine]:
     breaking.goes.clear()
     with engine_of(breaking) as engine:
         engine.add([REQUEST])
-        run_until(engine, [REQUEST.id], FIRST)
+        assert run_until(engine, [REQUEST.id], FIRST)
         yield engine
 
 
