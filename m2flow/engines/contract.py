@@ -316,8 +316,6 @@ class ParallelLayouts:
     """A trainer's optimiser can live in the host's memory and be stepped there."""
     divides_heads: bool = False
     """Ranks that split layers or sequences must divide the heads of keys and values: none are replicated."""
-    divides_layers: bool = False
-    """Stages must divide the layers: none has more than another."""
     keeps_experts_whole: bool = False
     """A trainer spreads experts over `tp * ep` devices by number, where others split each over `tp`; replicas share out their widths."""
     gathers_keys: bool = False

@@ -315,7 +315,6 @@ _BUILT_IN = (
                 zero=(0, 1),
                 offload=True,
                 divides_heads=True,
-                divides_layers=True,
                 excludes=(("windows",), ("tp", "experts", "sequence_parallel: False")),
                 families=(("any", MAPPED),),
                 recomputes="always",

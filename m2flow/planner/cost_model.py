@@ -106,7 +106,7 @@ _MASTER_BYTES = 12
 
 def shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     """Parameters on a trainer's device, before ZeRO shards them: those that all tokens share, and those of the experts."""
-    ways = layout.tp * layout.pp
+    ways = layout.tp * layout.pp / shape.fullest_stage(layout.pp)
     return (shape.num_parameters - shape.expert_parameters) / ways, shape.expert_parameters / (ways * layout.ep)
 
 
@@ -114,18 +114,18 @@ def trained_shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     """Trained parameters on a trainer's device (all of them, or the adapters), as in `shards`."""
     if not shape.adapter_parameters:
         return shards(shape, layout)
-    ways, experts = layout.tp * layout.pp, shape.expert_adapter_parameters
+    ways, experts = layout.tp * layout.pp / shape.fullest_stage(layout.pp), shape.expert_adapter_parameters
     return (shape.adapter_parameters - experts) / ways, experts / (ways * layout.ep)
 
 
 def kv_token_bytes(shape: ModelShape, layout: Layout) -> float:
     """Bytes of the KV cache on a device for one token. Key/value heads that do not divide are replicated, and so is a latent vector."""
-    return shape.kv_bytes / (min(layout.tp, shape.max_kv_shards) * layout.pp)
+    return shape.kv_bytes * shape.fullest_stage(layout.pp) / (min(layout.tp, shape.max_kv_shards) * layout.pp)
 
 
 def rollout_weights(shape: ModelShape, layout: Layout) -> float:
     """Bytes of the weights on a device of a rollout engine."""
-    return shape.weight_bytes / (layout.tp * layout.pp)
+    return shape.weight_bytes * shape.fullest_stage(layout.pp) / (layout.tp * layout.pp)
 
 
 def rollout_activations(shape: ModelShape, layout: Layout, max_running: int) -> float:
@@ -221,24 +221,26 @@ def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, m
     device, tp, host = pool.device, layout.tp, pool.attained.rollout
     flops = device.decode_mfu * device.flops(shape.bytes_each)
     each = -(-max_running // layout.pp)
-    fixed_s, more_s = (num / (tp * pool.decode_bytes_s) for num in _weights_line(shape, each))
+    fullest = shape.fullest_stage(layout.pp)  # The others wait for it.
+    fixed_s, more_s = (fullest * num / (tp * pool.decode_bytes_s) for num in _weights_line(shape, each))
+    layers, routed = fullest * shape.num_layers, fullest * (shape.num_layers - shape.num_dense_layers)
     step_s = (
         fixed_s
-        + (shape.num_layers - shape.num_dense_layers) * host.expert_layer_s.value
+        + routed * host.expert_layer_s.value
         + device.launch_s
         + host.host_step_s.value
-        + shape.num_layers * (device.layer_s + 2 * pool.latency_s(tp))
+        + layers * (device.layer_s + 2 * pool.latency_s(tp))
         + (layout.pp - 1) * pool.latency_s(layout.num_replica_devices)
     )
-    imbalance = pool.device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
-    attention_s = 2 * shape.attention_flops * extent.context / (tp * flops)
-    reduced_s = _reduced_s(shape, pool, layout)
+    imbalance = fullest * pool.device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
+    attention_s = fullest * 2 * shape.attention_flops * extent.context / (tp * flops)
+    reduced_s = fullest * _reduced_s(shape, pool, layout)
     sample_s = (
         max(kv_token_bytes(shape, layout) * layout.pp * extent.context / pool.decode_bytes_s, attention_s)
         + max(more_s, shape.token_flops * imbalance / (tp * flops) - fixed_s / each)
         + reduced_s
     ) / layout.pp + host.host_sample_s.value
-    prefill = shape.token_flops * imbalance + shape.attention_flops * extent.prompt
+    prefill = shape.token_flops * imbalance + fullest * shape.attention_flops * extent.prompt
     prefill_s = prefill / (tp * layout.pp * device.prefill_mfu * device.flops(shape.bytes_each)) + reduced_s / layout.pp
     return DecodeCost(step_s, sample_s, prefill_s, max_running)
 
@@ -322,18 +324,16 @@ def train_cost(
     devices = layout.num_devices
     peak = devices * device.flops(shape.bytes_each)
     exposed = 1 - device.hidden
+    fullest = shape.fullest_stage(layout.pp)  # The others wait for it.
     token_comm_s = exposed * _token_communication_s(shape, pool, layout, has_whole_experts=has_whole_experts, gathers_keys=gathers_keys)
-    vectors = shape.num_layers * shape.hidden * shape.bytes_each * pool.attained.train.traffic.value
+    vectors = fullest * shape.num_layers * shape.hidden * shape.bytes_each * pool.attained.train.traffic.value
     moved_s = vectors / (devices * pool.step_bytes_s)
-    imbalance = device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
-    flops, flops2 = shape.token_flops * imbalance, float(shape.attention_flops)
+    imbalance = fullest * device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
+    flops, flops2 = shape.token_flops * imbalance, fullest * shape.attention_flops
     gather_s, reduce_s = _gathers(shape, pool, layout)
     gathered = exposed * gather_s if layout.zero >= 3 else 0.0
     forward_rate, update_rate = pass_rates(pool, layout)
-    routed_s = (
-        (shape.num_layers - shape.num_dense_layers) / layout.pp * pool.attained.train.expert_layer_s.value if shape.num_experts else 0.0
-    )
-
+    routed_s = fullest * (shape.num_layers - shape.num_dense_layers) / layout.pp * pool.attained.train.expert_layer_s.value
     forward = PassCost(
         fixed_s=(device.microbatch_s + gathered + routed_s) / layout.dp,
         token_s=flops / (forward_rate * peak) + token_comm_s + moved_s,
@@ -349,7 +349,7 @@ def train_cost(
         return TrainCost(forward, forward, 0.0), StageWork(sent_s=sent_s, chunk_s=chunk_s)
     passes = 4 if recomputes else 3
     # Frozen weights have no gradient, so one pass less. The adapters take part in all passes.
-    adapters = 2 * shape.active_adapter_parameters
+    adapters = fullest * 2 * shape.active_adapter_parameters
     trained_flops = (passes - 1) * flops + passes * adapters if adapters else passes * flops
     token_s = trained_flops / (update_rate * peak) + passes * (token_comm_s + moved_s)
     pass_s = device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0) + passes * routed_s
@@ -376,7 +376,8 @@ def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCo
     forward_rate, update_rate = pass_rates(pool, layout)
     rate = f"({devices} x {update_rate:g} x {peak:g} TFLOP/s)"
     forward = f"({devices} x {forward_rate:g} x {peak:g} TFLOP/s)"
-    linear, square = f"{shape.token_flops / 1e9:.3g} GFLOP", f"{shape.attention_flops:.3g} FLOP"
+    more = f" x {fullest:.3g} in the fullest stage" if (fullest := shape.fullest_stage(layout.pp)) > 1 else ""
+    linear, square = f"{shape.token_flops / 1e9:.3g} GFLOP{more}", f"{shape.attention_flops:.3g} FLOP{more}"
     trained = f"each of {shape.adapter_parameters / 1e6:.3g} M parameters of adapters" if shape.adapter_parameters else "a parameter"
     step = f"{_STEP_BYTES} B {trained} and the gradients' reduction, {layout}"
     whole = f"{linear}, frozen but for adapters" if shape.adapter_parameters else linear
@@ -417,7 +418,7 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout, *, has
     elif ep > 1:
         sent = 2 * (ep - 1) / ep * shape.num_experts_per_token * shape.hidden * each
         routed = sparse * sent / pool.between_bytes_s(ep * tp)
-    return shape.num_layers * (reduced + exchanged + routed) / (layout.dp * sp * layout.pp)
+    return shape.fullest_stage(layout.pp) * shape.num_layers * (reduced + exchanged + routed) / (layout.dp * sp * layout.pp)
 
 
 def _gathers(shape: ModelShape, pool: Pool, layout: Layout) -> tuple[float, float]:
@@ -745,9 +746,8 @@ class ModelledCosts(Costs):
         most, longest = self._usual_tokens(engine.role) / max(extent.sample, 1.0), extent.longest / self._microbatch_tokens(engine.role)
         weights = 0.0 if shape.adapter_parameters else 1 - shape.routed_share
         groups = orders_of(shape, pp, self._offers["train"], self._told_order(engine), most)
-        return [
-            [(order, passes_of(pp, order, recomputes=recomputes, longest=longest, weights=weights)) for order in group] for group in groups
-        ]
+        passes = functools.partial(passes_of, pp, recomputes=recomputes, longest=longest, weights=weights)
+        return [[(order, passes(order, shape.chunk_share(pp, order.vpp))) for order in group] for group in groups]
 
     @_memoised
     def _told_order(self, engine: EngineId) -> Mapping[str, object]:

@@ -319,6 +319,22 @@ class ModelShape:
         """Keys and values of one token in a layer, all heads."""
         return self.num_split_heads * (self.head_dim + self.value_dim)
 
+    def fullest_stage(self, pp: int) -> float:
+        """How many times its even share of the layers the fullest of `pp` stages has, for which the others wait; 1 where they divide.
+
+        >>> round(shape_named("DeepSeek-V3").fullest_stage(16), 3)  # 4 of 61 layers
+        1.049
+        """
+        return -(-self.num_layers // pp) * pp / self.num_layers
+
+    def chunk_share(self, pp: int, vpp: int) -> float:
+        """The share of the fullest stage's layers that its largest chunk has, of `vpp`.
+
+        >>> round(shape_named("Qwen2.5-7B").chunk_share(4, 2), 3)  # 28 layers in 8 chunks: 4 of a stage's 7
+        0.571
+        """
+        return -(-self.num_layers // (pp * vpp)) / -(-self.num_layers // pp)
+
     def largest_block(self, ep: int) -> int:
         """The most parameters that ZeRO 3 gathers at once: a layer, or the embedding table."""
         sparse = self.num_layers - self.num_dense_layers

@@ -687,7 +687,7 @@ def _can_order(shape: ModelShape, layout: Layout, offers: ParallelLayouts, optio
         return layout.pp == 1 or count <= shape.num_layers
     passes = options.get("micro_batches", layout.pp)
     is_whole = not is_count(passes) or int(str(passes)) % layout.pp == 0
-    return is_whole and (shape.num_layers % count == 0 if offers.divides_layers else count <= shape.num_layers)
+    return is_whole and count <= shape.num_layers
 
 
 def chunks_of(options: Mapping[str, object]) -> int:
@@ -725,6 +725,8 @@ class Passes:
     """The share of a micro-batch that its longest sample is, which is not cut."""
     chunks: int = 1
     """Of layers, in each stage. A forward pass waits for a chunk of a stage."""
+    chunk: float = 1.0
+    """As of `ModelShape.chunk_share`."""
     put_off: float = 0.0
     """Parts whose gradients of weights are put off at once, at most."""
 
@@ -744,10 +746,13 @@ class Passes:
         return max(min(self.put_off, self.count) / self.count, self.longest) if self.put_off else 0.0
 
 
-def passes_of(pp: int, order: StageOrder, *, recomputes: bool, longest: float = 0.0, weights: float = 1.0) -> Passes:
+def passes_of(
+    pp: int, order: StageOrder, chunk: float | None = None, *, recomputes: bool, longest: float = 0.0, weights: float = 1.0
+) -> Passes:
     """The passes of a pipeline of so many stages.
 
     Args:
+        chunk: as of `ModelShape.chunk_share`; by default chunks are equal.
         weights: as of `bubble_share`.
 
     Source:
@@ -755,12 +760,13 @@ def passes_of(pp: int, order: StageOrder, *, recomputes: bool, longest: float = 
         (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Put off at the last: those of as many ways back as there are stages.
 
     >>> passes_of(4, StageOrder(8, vpp=2), recomputes=False)
-    Passes(count=8, held=5.5, bubble=0.5, longest=0.0, chunks=2, put_off=0.0)
+    Passes(count=8, held=5.5, bubble=0.5, longest=0.0, chunks=2, chunk=0.5, put_off=0.0)
     """
-    chunks = order.vpp
-    held = (2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks if chunks > 1 else pp
-    put_off = pp / chunks if order.schedule == ZERO_BUBBLE else 0.0
-    return Passes(order.micro_batches, float(held), bubble_share(order, recomputes=recomputes, weights=weights), longest, chunks, put_off)
+    chunks, chunk = order.vpp, 1 / order.vpp if chunk is None else chunk
+    held = (2 * (pp - 1) + (chunks - 1) * pp + 1) * chunk if chunks > 1 else pp
+    put_off = pp * chunk if order.schedule == ZERO_BUBBLE else 0.0
+    bubble = bubble_share(order, chunk, recomputes=recomputes, weights=weights)
+    return Passes(order.micro_batches, float(held), bubble, longest, chunks, chunk, put_off)
 
 
 class Activations(msgspec.Struct, frozen=True):
@@ -778,7 +784,7 @@ class Activations(msgspec.Struct, frozen=True):
     """Gradients of the stage's weights before they are shared out, where they are put off: a chunk's at once."""
 
     def num_bytes(self, passes: Passes) -> float:
-        sums = self.sums / passes.chunks if passes.put_off else 0.0
+        sums = self.sums * passes.chunk if passes.put_off else 0.0
         return max(self.kept * passes.share, self.put_off * passes.put_off_share) + self.at_work * passes.part + self.gathered + sums
 
 
@@ -826,7 +832,7 @@ def through_stages(cost: TrainCost, work: StageWork, layout: Layout, passes: Pas
     if passes is None:
         return msgspec.structs.replace(cost, optimizer_s=cost.optimizer_s + (layout.pp - 1) * work.work_s)
     sent_s = (passes.chunks - 1) * (work.sent_s + work.chunk_s) / layout.dp
-    waits = (layout.pp - 1) / passes.chunks
+    waits = (layout.pp - 1) * passes.chunk
     forward = msgspec.structs.replace(cost.forward, fixed_s=cost.forward.fixed_s + sent_s, waits=waits)
     if not work.work_s:
         return TrainCost(forward, forward, 0.0)
@@ -834,13 +840,14 @@ def through_stages(cost: TrainCost, work: StageWork, layout: Layout, passes: Pas
     return TrainCost(forward, update, cost.optimizer_s)
 
 
-def bubble_share(order: StageOrder, *, recomputes: bool = False, weights: float = 1.0) -> float:
+def bubble_share(order: StageOrder, chunk: float | None = None, *, recomputes: bool = False, weights: float = 1.0) -> float:
     """How much of the wait of 1F1B, (pp - 1) (F + B + W), a pipeline has in another order.
 
     Interleaved (`vpp`), a stage waits for a chunk in place of all its layers. With `schedule: zero-bubble` it computes gradients of weights
     meanwhile, (pp - 1) (F + B - W); forward, gradients of what came in and those of weights count as equally long.
 
     Args:
+        chunk: as of `ModelShape.chunk_share`; by default chunks are equal.
         weights: the share of W that can be put off: not that of stacked experts, and nothing of weights that are frozen.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, table 1 (ZB-H1).
@@ -850,13 +857,14 @@ def bubble_share(order: StageOrder, *, recomputes: bool = False, weights: float 
     """
     passes = 4 if recomputes else 3
     left = (passes - 2 * weights) / passes if order.schedule == ZERO_BUBBLE else 1.0
-    return left / order.vpp
+    return left * (1 / order.vpp if chunk is None else chunk)
 
 
 def orders_of(shape: ModelShape, pp: int, offers: ParallelLayouts, told: Mapping[str, object], most: float) -> list[list[StageOrder]]:
     """List the orders of a trainer's stages, the simplest first, those together that differ in the number of parts alone.
 
-    A micro-batch has as many parts as stages, or twice as many, and so on; chunks divide the layers of each stage.
+    A micro-batch has as many parts as stages, or twice as many, and so on. Chunks divide the layers of the fullest stage, or are a power of
+    two: some then have a layer more than others.
 
     Args:
         told: what a spec says of `micro_batches`, `vpp` and `schedule`.
@@ -865,14 +873,14 @@ def orders_of(shape: ModelShape, pp: int, offers: ParallelLayouts, told: Mapping
     >>> from m2flow.planner.model_shapes import shape_named
     >>> groups = orders_of(shape_named("Qwen2.5-7B"), 4, offered("megatron", "train"), {}, 8)
     >>> [[(order.micro_batches, order.vpp) for order in group] for group in groups]
-    [[(4, 1), (8, 1)], [(4, 7), (8, 7)]]
+    [[(4, 1), (8, 1)], [(4, 2), (8, 2)], [(4, 4), (8, 4)], [(4, 7), (8, 7)]]
     """
     has = dict(offers.options)
     counts = [pp << i for i in range(_MOST_DOUBLED) if pp << i <= max(most, pp)] if "micro_batches" in has else [pp]
     if is_count(given := told.get("micro_batches")):
         counts = [int(str(given))]
-    layers = 1 if shape.num_layers % pp or any(count % pp for count in counts) else shape.num_layers // pp
-    chunks = [v for v in range(1, layers + 1) if layers % v == 0] if "vpp" in has else [1]
+    layers, most_chunks = -(-shape.num_layers // pp), 1 if any(count % pp for count in counts) else shape.num_layers // pp
+    chunks = [v for v in range(1, most_chunks + 1) if layers % v == 0 or v & (v - 1) == 0] if "vpp" in has else [1]
     schedules: list[StageSchedule] = [ONE_F_ONE_B, ZERO_BUBBLE] if "schedule" in has else [ONE_F_ONE_B]
     if "vpp" in told:
         chunks = [chunks_of(told)]
@@ -952,7 +960,7 @@ def _layouts(
                 continue
             for pp in _powers(offers.pp, min(shape.num_layers, num_devices // (tp * sp))):
                 replica = tp * sp * pp
-                if (like is not None and pp != like.pp) or num_devices % replica or (offers.divides_layers and shape.num_layers % pp):
+                if (like is not None and pp != like.pp) or num_devices % replica:
                     continue
                 dp = num_devices // replica
                 if kind == "train" and offers.dp is not None and dp > offers.dp:

@@ -272,20 +272,21 @@ def test_a_decode_step_reads_more_experts_as_its_batch_grows() -> None:
 @pytest.mark.parametrize("model", ["Llama-3.1-70B", "Qwen3-235B-A22B"])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_a_stage_reads_and_computes_for_the_samples_of_its_own_batch(model: str, pp: int) -> None:
-    """With pp stages a pp-th of the samples is in each: reading their experts or computing takes the longer of both, and not more."""
+    """With pp stages a pp-th of the samples is in each: reading their experts or computing takes the longer of both, and not more.
+    Where stages do not divide the layers, all wait for the fullest."""
     asked = costs(model, "h200", nodes=16, workload=step(1024, 16))
     layout, shape, pool, extent = Layout(tp=8, pp=pp), asked.shape(ROLLOUT), asked.pool("main"), asked.extent("policy")
     found, host = decode_cost(shape, pool, layout, extent, 256), pool.attained.rollout
-    each = 256 // pp
+    each, fullest = 256 // pp, math.ceil(shape.num_layers / pp) / (shape.num_layers / pp)
     rate = pool.device.decode_mfu * pool.device.flops(2)
-    attention_s = 2 * shape.attention_flops * extent.context / (8 * rate)
+    attention_s = fullest * 2 * shape.attention_flops * extent.context / (8 * rate)
     cache_s = max(kv_token_bytes(shape, layout) * pp * extent.context / pool.decode_bytes_s, attention_s)
     weights_s = max(weights_read(shape, each) / (8 * pool.decode_bytes_s), each * shape.token_flops / (8 * rate))
     layers_s = shape.num_layers * (pool.device.layer_s + 2 * pool.latency_s(8))
     layers_s += (shape.num_layers - shape.num_dense_layers) * host.expert_layer_s.value * (shape.num_experts > 0)
-    beside_s = layers_s + pool.device.launch_s + host.host_step_s.value + (pp - 1) * pool.latency_s(8 * pp)
+    beside_s = pool.device.launch_s + host.host_step_s.value + (pp - 1) * pool.latency_s(8 * pp)
     reduced_s = 4 * 7 / 8 * shape.num_layers * shape.hidden * 2 / pool.between_bytes_s(8)
-    expected = weights_s + each * (cache_s + reduced_s) + 256 * host.host_sample_s.value + beside_s
+    expected = fullest * (weights_s + layers_s + each * reduced_s) + each * cache_s + 256 * host.host_sample_s.value + beside_s
     assert found.seconds(256) == pytest.approx(expected, rel=1e-6)
 
 
@@ -475,7 +476,7 @@ def test_key_value_heads_that_do_not_divide_are_copied_and_so_is_a_latent() -> N
     grouped, latent = shape_named("Qwen3-30B-A3B"), shape_named("DeepSeek-V3")  # four key/value heads; none
     assert kv_token_bytes(grouped, Layout(tp=4)) == kv_token_bytes(grouped, Layout(tp=8)) == grouped.kv_bytes / 4
     assert kv_token_bytes(latent, Layout(tp=8)) == latent.kv_bytes
-    assert kv_token_bytes(latent, Layout(tp=8, pp=4)) == latent.kv_bytes / 4
+    assert kv_token_bytes(latent, Layout(tp=8, pp=4)) == pytest.approx(latent.kv_bytes * 16 / 61), "of 61 layers a stage has 16"
 
 
 def test_stage_two_has_all_weights_on_each_device_and_stage_three_gathers_them_for_each_micro_batch() -> None:
@@ -579,9 +580,10 @@ def test_a_pipelines_wait_is_priced_by_the_order_of_its_stages() -> None:
     sent_s, sums_s = 2 * (work.sent_s + 4 * work.chunk_s), work.sums_s  # A second chunk; sums of gradients that nothing hides.
     assert 0 < sums_s == pytest.approx(7 * first_layer_s)
     for options, share, more_s in (
-        ({"vpp": 2}, 1 / 2, sent_s),
+        ({"vpp": 2}, 4 / 7, sent_s),  # Of a stage's seven layers the larger chunk has four.
+        ({"vpp": 7}, 1 / 7, 6 * sent_s),
         (ZERO_BUBBLE, 1 / 3, (4 + 3 / 3) * sums_s),
-        ({"vpp": 2, **ZERO_BUBBLE}, 1 / 6, sent_s + (4 + 3 / 6) * sums_s),
+        ({"vpp": 2, **ZERO_BUBBLE}, 4 / 21, sent_s + (4 + 3 * 4 / 21) * sums_s),
     ):
         saved_s = (1 - share) * 3 * (of_tokens_s + own_s) - more_s
         assert plain.fixed_s - update(options, 4).fixed_s == pytest.approx(saved_s / replicas)
@@ -625,7 +627,7 @@ def test_forward_passes_through_stages_wait_for_them_once_a_call_and_the_wait_mo
     assert free == ["pp2xdp8xzero3"] * 2
 
 
-@pytest.mark.parametrize(("options", "share"), [({}, 1.0), ({"vpp": 2}, 1 / 2), (ZERO_BUBBLE, 1.0)], ids=str)
+@pytest.mark.parametrize(("options", "share"), [({}, 1.0), ({"vpp": 2}, 4 / 7), ({"vpp": 7}, 1 / 7), (ZERO_BUBBLE, 1.0)], ids=str)
 def test_m_runs_through_p_stages_take_m_and_p_minus_1_of_them(options: Mapping[str, object], share: float) -> None:
     asked = costs(device="h100", train=TrainSpec(engine="fsdp", options={"logprob_tokens": 8192, **PLAIN, **options}))
     cost = asked.train(TRAIN, "main", Layout(pp=4, dp=2, zero=3)).forward

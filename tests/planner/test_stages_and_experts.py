@@ -157,8 +157,8 @@ def test_memory_demands_more_parts_than_time_does() -> None:
 
 
 def test_a_sample_is_not_cut_so_parts_hold_the_longest_one_at_the_least() -> None:
-    many, more = (trained({"micro_batches": count}).footprint(TRAIN, "main", PIPELINE).activations for count in (32, 256))
-    few = trained({"micro_batches": 16}).footprint(TRAIN, "main", PIPELINE).activations
+    many, more = (trained({"micro_batches": count, **PLAIN}).footprint(TRAIN, "main", PIPELINE).activations for count in (32, 256))
+    few = trained({"micro_batches": 16, **PLAIN}).footprint(TRAIN, "main", PIPELINE).activations
     assert few > many == more  # A sample of 8,192 tokens is an eighth of a micro-batch.
 
 
@@ -257,11 +257,11 @@ def test_orders_that_a_trainer_can_t_have_are_not_chosen() -> None:
     def found(groups: list[list[StageOrder]]) -> set[tuple[int, str]]:
         return {(order.vpp, order.schedule) for group in groups for order in group}
 
-    assert found(orders(4, fsdp, {})) == {(vpp, schedule) for vpp in (1, 7) for schedule in ("1f1b", "zero-bubble")}
-    assert found(orders(4, megatron, {})) == {(1, "1f1b"), (7, "1f1b")}, "it has no schedule without bubble"
-    assert found(orders(8, fsdp, {})) == {(1, "1f1b"), (1, "zero-bubble")}, "8 stages do not divide 28 layers"
+    assert found(orders(4, fsdp, {})) == {(vpp, schedule) for vpp in (1, 2, 4, 7) for schedule in ("1f1b", "zero-bubble")}
+    assert found(orders(4, megatron, {})) == {(vpp, "1f1b") for vpp in (1, 2, 4, 7)}, "it has no schedule without bubble"
+    assert found(orders(8, megatron, {})) == {(1, "1f1b"), (2, "1f1b")}, "of 28 layers a stage has up to four; there are none for 32 chunks"
     assert found(orders(4, megatron, {"micro_batches": 6})) == {(1, "1f1b")}, "chunks take turns of four parts"
-    assert found(orders(2, megatron, {"micro_batches": 6})) == {(vpp, "1f1b") for vpp in (1, 2, 7, 14)}
+    assert found(orders(2, megatron, {"micro_batches": 6})) == {(vpp, "1f1b") for vpp in (1, 2, 4, 7, 8, 14)}
     without = replace(fsdp, options=(("pp", "pp"),))
     assert orders(4, without, {}) == [[StageOrder(4)]], "what an engine has no option for nobody tells it"
 

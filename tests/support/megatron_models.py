@@ -93,9 +93,13 @@ def small(name: str, folder: Path, num_layers: int | None = None) -> Model:
     """A model with random weights, and a tokenizer of one token a character. Biases of routers, which start as zeros, are drawn too.
 
     Args:
+        name: of `CONFIGS`; `+1` after it is one layer more, which two stages do not divide.
         num_layers: the first so many alone.
     """
+    name, _, more = name.partition("+")
     config = CONFIGS[name]()
+    if more:
+        config = type(config)(**{**config.to_dict(), "num_hidden_layers": config.num_hidden_layers + int(more), "layer_types": None})
     if num_layers is not None:
         config.num_hidden_layers = num_layers
         if getattr(config, "layer_types", None) is not None:

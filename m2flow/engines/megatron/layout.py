@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from m2flow.engines.distributed import timeout_s_of
+from m2flow.engines.distributed import layers_of_stages, timeout_s_of
 from m2flow.engines.registry import MAPPED
 from m2flow.errors import EngineError, did_you_mean
 from m2flow.recipe import Model
@@ -44,7 +44,8 @@ class Options:
     sequence_parallel: bool = True
     """With `tp`, what lies between those matrices is split by rows."""
     pp: int = 1
-    """Stages: each has a part of the layers, and micro-batches pass from one to the next (1F1B)."""
+    """Stages: each has a part of the layers, and micro-batches pass from one to the next (1F1B). Of layers that the stages do not divide
+    the first stages have one more."""
     vpp: int = 1
     """Parts of the layers that each stage has, taken in turn (interleaved 1F1B): shorter bubbles, more messages."""
     micro_batches: int = 0
@@ -145,16 +146,15 @@ def held_by(given: Mapping[str, object], num_ranks: int, num_layers: int, num_ex
         `TransformerLayer._get_layer_offset` and `parallel_state.initialize_model_parallel` of Megatron-core: stages are the outermost
         groups of ranks, chunk c of stage s is part c * pp + s of the layers, and the ranks of an expert are neighbours.
 
-    >>> held_by({"pp": 2, "vpp": 2, "ep": 2}, 4, 8, 4)[2]
-    ([range(2, 4), range(6, 8)], range(0, 2))
+    >>> held_by({"pp": 2, "vpp": 2, "ep": 2}, 4, 9, 4)[2]
+    ([range(3, 5), range(7, 9)], range(0, 2))
     """
     options = read(given)
-    each, size, experts = num_layers // (options.pp * options.vpp), num_ranks // options.pp, num_experts // options.ep
+    parts, size, experts = layers_of_stages(num_layers, options.pp * options.vpp), num_ranks // options.pp, num_experts // options.ep
     found = []
     for rank in range(num_ranks):
         stage, place = rank // size, rank % size // options.expert_tp % options.ep
-        parts = range(stage, options.pp * options.vpp, options.pp)
-        found.append(([range(part * each, (part + 1) * each) for part in parts], range(place * experts, (place + 1) * experts)))
+        found.append((parts[stage :: options.pp], range(place * experts, (place + 1) * experts)))
     return found
 
 
@@ -219,6 +219,10 @@ def check_model(config: Any, options: Options) -> None:
             raise EngineError(
                 f"{option} is {degree}, which does not divide the model's {field}, {count}", now=f"Take {option} so that it does."
             )
+    stages, num_layers = options.pp * options.vpp, int(config.num_hidden_layers)
+    if stages > num_layers:
+        option = "pp * vpp" if options.vpp > 1 else "pp"
+        raise EngineError(f"{option} is {stages}, and the model has {num_layers} layers", now=f"Take {option} so that each has a layer.")
 
 
 def _strange(config: Any) -> Iterator[str]:
@@ -273,7 +277,6 @@ def _divided(config: Any, options: Options) -> Iterator[tuple[str, int, str, int
         yield "tp", options.tp, field, heads
         if options.cp > 1:
             yield "tp * cp", options.tp * options.cp, field, heads
-    yield "pp * vpp" if options.vpp > 1 else "pp", options.pp * options.vpp, "num_hidden_layers", int(config.num_hidden_layers)
     if is_latent(config):
         yield "tp", options.tp, "width of the shared experts", shared_width(config)
         if num_dense(config):

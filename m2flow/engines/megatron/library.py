@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m2flow.engines.distributed import layers_of_stages
 from m2flow.engines.distributed.sequence_parallel import RowShard
 from m2flow.engines.megatron.layers import (
     Adapters,
@@ -243,6 +244,7 @@ def transformer_config(config: Any, options: Options, dtype: torch.dtype) -> Any
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         virtual_pipeline_model_parallel_size=options.vpp if is_interleaved else None,
+        pipeline_model_parallel_layout=_uneven_stages(config.num_hidden_layers, options.pp * options.vpp),
         context_parallel_size=options.cp,
         expert_model_parallel_size=options.ep,
         expert_tensor_parallel_size=options.expert_tp,
@@ -262,6 +264,20 @@ def transformer_config(config: Any, options: Options, dtype: torch.dtype) -> Any
         **experts,
         **recomputed,
     )
+
+
+def _uneven_stages(num_layers: int, count: int) -> list[list[str]] | None:
+    """What each chunk of a model has, the first of all stages first; None: the library spreads layers that chunks divide.
+
+    >>> _uneven_stages(3, 2)
+    [['embedding', 'decoder', 'decoder'], ['decoder', 'loss']]
+    """
+    if num_layers % count == 0:
+        return None
+    first, *others = (["decoder"] * len(layers) for layers in layers_of_stages(num_layers, count))
+    stages = [["embedding", *first], *others]
+    stages[-1].append("loss")
+    return stages
 
 
 def _sends(is_interleaved: bool) -> dict[str, bool]:

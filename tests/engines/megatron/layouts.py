@@ -80,10 +80,19 @@ LAYOUTS: dict[int, list[tuple[str, Layout]]] = {
         ("deepseek_v2_groups", {"cp": 2, "recompute": "selective"}),
         ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}),
         ("deepseek_v3", {"pp": 2, "vpp": 2, "micro_batches": 4, "recompute": "full"}),
+        ("qwen2+1", {"pp": 2}),
+        ("deepseek_v3+2", {"pp": 2, "vpp": 2}),
     ],
     4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1}), ("qwen3_moe", {"tp": 2, "ep": 2})],
     8: [("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
 }
+
+
+def num_layers_of(name: str) -> int:
+    """Of a model of `small`, those with experts or not."""
+    return 4 + int(name.partition("+")[2] or 0)
+
+
 MINE = [pytest.param(name, layout, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in layout.items())}") for name, layout in LAYOUTS[RANKS]]
 
 
@@ -310,6 +319,7 @@ MIXTURES: dict[int, list[tuple[str, Layout]]] = {
         ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
         ("deepseek_v3", {"tp": 2}),
         ("unnormalised", {"pp": 2, "vpp": 2, "micro_batches": 4, "recompute": "full"}),
+        ("unnormalised+1", {"pp": 2, "vpp": 2}),
         ("qwen3_moe", {"cp": 2, "recompute": "selective"}),
     ],
     4: [("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1, "recompute": "full"})],
@@ -356,7 +366,7 @@ def test_experts_are_replayed_and_recorded_as_by_the_embedded_trainer(
 ) -> None:
     """Experts of a record, from a rollout or from the pass before the update; with most tokens other ones than the weights would choose."""
     model = replace(small(name, tmp_path / "model"), routing=routing)
-    batch = sent_elsewhere(batch_of(model))
+    batch = sent_elsewhere(batch_of(model), num_layers_of(name))
     expected = replay_history(EmbeddedTrain(model, EngineSettings()), batch)
     found = replay_history(spread(model, layout, followers), batch)
     assert 0.5 < found["share"] < 0.95
@@ -382,7 +392,7 @@ def test_experts_are_balanced_as_by_the_embedded_trainer(name: str, layout: Layo
     """Loads are of whole sequences, whose rows tensor and context ranks split, and whose layers stages have; replayed or not."""
     routing: Routing | None = None if "ep" in layout else "rollout"
     model = replace(small(name, tmp_path / "model"), balance=Balance(loss=3.0, z_loss=2.0), routing=routing)
-    batch = sent_elsewhere(batch_of(model))
+    batch = sent_elsewhere(batch_of(model), num_layers_of(name))
     expected, found = (replay_history(one, batch) for one in (EmbeddedTrain(model, EngineSettings()), spread(model, layout, followers)))
     assert {"balance_loss", "z_loss"} <= set(expected["sums"])
     assert set(expected["sums"]) == set(found["sums"])
@@ -489,6 +499,7 @@ SPREAD: dict[int, list[tuple[str, Layout]]] = {
         ("mixtral", {"tp": 2}),
         ("llama", {"zero": 0}),
         ("deepseek_v3", {"pp": 2}),
+        ("qwen2+1", {"pp": 2, "vpp": 2}),
     ],
     4: [("mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1})],
     8: [],
@@ -873,6 +884,7 @@ CONVERTED: dict[int, list[tuple[str, Layout]]] = {
     2: [
         ("qwen2", {"tp": 2}),
         ("qwen2", {"pp": 2, "vpp": 2, "micro_batches": 4}),
+        ("qwen2+1", {"pp": 2}),
         ("qwen3", {"zero": 0}),
         ("qwen3_moe", {"ep": 2}),
         ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),

@@ -83,8 +83,12 @@ def changed(name: str, **changes: Any) -> Any:
         (lambda: megatron_models.CONFIGS["qwen2"](), {"tp": 3}, "tp is 3, which does not divide the model's num_attention_heads, 4"),
         (lambda: megatron_models.CONFIGS["qwen2"](), {"tp": 4}, "num_key_value_heads, 2"),
         (lambda: megatron_models.CONFIGS["qwen2"](), {"tp": 2, "cp": 2}, r"tp \* cp is 4"),
-        (lambda: megatron_models.CONFIGS["qwen2"](), {"pp": 3}, "pp is 3, which does not divide the model's num_hidden_layers, 4"),
-        (lambda: megatron_models.CONFIGS["qwen2"](), {"pp": 2, "vpp": 4}, r"pp \* vpp is 8"),
+        (lambda: megatron_models.CONFIGS["qwen2"](), {"pp": 5}, "pp is 5, and the model has 4 layers"),
+        (
+            lambda: megatron_models.CONFIGS["qwen2"](),
+            {"pp": 2, "vpp": 4, "micro_batches": 2},
+            r"pp \* vpp is 8, and the model has 4 layers",
+        ),
         (lambda: megatron_models.CONFIGS["qwen3_moe"](), {"ep": 3}, "ep is 3, which does not divide the model's number of experts, 4"),
         (lambda: megatron_models.CONFIGS["qwen3_moe"](), {"etp": 3}, "width of an expert, 16"),
         (lambda: megatron_models.CONFIGS["qwen2"](), {"ep": 2}, "has no experts"),
@@ -207,11 +211,11 @@ def test_log_probabilities_and_gradients_of_the_head_are_those_of_the_embedded_t
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_the_planner_lays_megatron_out_so_that_heads_layers_and_experts_divide() -> None:
+def test_the_planner_lays_megatron_out_so_that_heads_and_experts_divide_and_stages_have_layers() -> None:
     shape = replace(ModelShape.from_config(megatron_models.CONFIGS["qwen3_moe"]().to_dict()), num_layers=6)
     layouts = legal_layouts(shape, offered("megatron", "train"), "train", 8, 8)
     assert {layout.tp * layout.sp for layout in layouts} == {1, 2}
-    assert {layout.pp for layout in layouts} == {1, 2}
+    assert {layout.pp for layout in layouts} == {1, 2, 4}
     assert {layout.ep for layout in layouts} == {1, 2, 4}
     assert {layout.zero for layout in layouts} == {0, 1}
 
