@@ -76,6 +76,10 @@ def parts_of(problem: Problem, node: Node) -> tuple[TimeTerm, ...]:
     return tuple(part for part in (*path, *beside) if part.seconds > 0)
 
 
+_ROUNDED = 1e-9
+"""Share of a sum that may be the rounding of its summands, and no part of its own."""
+
+
 def _whole(problem: Problem, node: Node) -> Iterator[TimeTerm]:
     """Summands of the whole step, with leading and trailing functions."""
     graph = problem.graph
@@ -87,9 +91,9 @@ def _whole(problem: Problem, node: Node) -> Iterator[TimeTerm]:
     step = Times(node.times.first, np.asarray(total), *node.times.all[2:])
     end = float(through_functions(step, graph.trailing_functions, problem.calls, problem.functions).total)
     before = total - sum(part.seconds for part in path)
-    yield from [TimeTerm(", ".join(graph.leading_functions), before)] if before > 0 else []
+    yield from [TimeTerm(", ".join(graph.leading_functions), before)] if before > _ROUNDED * total else []
     yield from path
-    yield from [TimeTerm(", ".join(graph.trailing_functions), end - total)] if end > total else []
+    yield from [TimeTerm(", ".join(graph.trailing_functions), end - total)] if end - total > _ROUNDED * end else []
 
 
 def _path(problem: Problem, node: Node, which: str, weight: float = 1.0) -> Iterator[TimeTerm]:
@@ -102,7 +106,7 @@ def _path(problem: Problem, node: Node, which: str, weight: float = 1.0) -> Iter
     for what, share in of_a:
         yield from _path(problem, a, what, weight * share)
     between = value - sum(share * float(getattr(part.times, what)) for part, of in ((a, of_a), (b, of_b)) for what, share in of)
-    if between > 1e-9 * value:
+    if between > _ROUNDED * value:
         yield TimeTerm(_between(node), between * weight)
     for what, share in of_b:
         yield from _path(problem, b, what, weight * share)

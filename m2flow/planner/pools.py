@@ -979,12 +979,12 @@ def _stages(layout: Layout, offers: ParallelLayouts) -> Iterator[Layout]:
 
 
 def _experts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, tp: int, num_replicas: int) -> list[int]:
-    """Degrees of expert parallelism: 1, or the largest possible."""
+    """Degrees of expert parallelism: 1 and the largest possible; of a trainer powers of two too, of which some stay inside a node."""
     over = tp if kind == "rollout" else num_replicas
     most = over if offers.ep is None else min(over, offers.ep)
     each = tp if offers.keeps_experts_whole else 1
-    best = next((ep for ep in range(min(most, shape.num_experts), 1, -1) if over % ep == 0 and shape.is_ep_legal(each * ep)), 1)
-    return [1, best] if best > 1 else [1]
+    legal = [ep for ep in range(2, min(most, shape.num_experts) + 1) if over % ep == 0 and shape.is_ep_legal(each * ep)]
+    return [1, *(ep for ep in legal if ep == legal[-1] or (kind == "train" and ep & (ep - 1) == 0))]
 
 
 def _degrees(most: int | None, within: int, num_devices: int) -> list[int]:

@@ -17,7 +17,7 @@ from m2flow.errors import SpecError
 from m2flow.micro.protocol.cost_terms import EngineId, Layout
 from m2flow.planner.cost_model import ModelledCosts
 from m2flow.planner.model_shapes import shape_named
-from m2flow.planner.pools import Attained, Estimate, attained_by
+from m2flow.planner.pools import Attained, Estimate, attained_by, legal_layouts, offered
 from m2flow.planner.profiles import ProfiledCosts, read_profile
 from m2flow.planner.search import find_plan
 from m2flow.planner.workload import extents_of
@@ -37,6 +37,28 @@ def calibration() -> ModuleType:
     sys.modules["calibration"] = module
     place.loader.exec_module(module)
     return module
+
+
+NOT_OFFERED = {
+    "v0.7, 30B, 32 H100, 40k": "sequences are shared by 32 devices, over nodes; here inside a node",
+    "Relax, 30B, 8 H800, TP 8": "sequences and heads are shared by 8 devices, and there are 4 heads of keys; here by their number",
+}
+"""Of `megatron`."""
+
+
+def test_layouts_of_trainers_in_published_runs_are_offered(calibration: ModuleType) -> None:
+    """By the engine that is named; those that others shard in another way are predicted, and can't be chosen."""
+    rows = yaml.safe_load(calibration.ROWS.read_text())
+    refused, num_offered = set(), 0
+    for name, row in [*rows["steps"].items(), *rows["validation"].items(), *rows["training"].items()]:
+        if row.get("engine") != "megatron":
+            continue
+        layout = Layout(**row["layout"])
+        found = legal_layouts(shape_named(row["model"]), offered("megatron", "train"), "train", layout.num_devices, 8)
+        num_offered += layout in found
+        refused |= {name} if layout not in found else set()
+    assert refused == set(NOT_OFFERED)
+    assert num_offered > 30
 
 
 def test_published_steps_are_met_within_a_fifth_and_none_is_far_off(calibration: ModuleType) -> None:
