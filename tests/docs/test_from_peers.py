@@ -16,6 +16,7 @@ import m2flow
 from m2flow import rewards
 from m2flow.cli.help import help_of
 from m2flow.cli.main import cli
+from m2flow.macro.loss_declarations import LOSSES
 from m2flow.recipe import AdvantageName
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,47 @@ def test_every_option_that_trl_inherits_has_a_row_and_every_row_an_option() -> N
     assert [pattern for pattern in patterns if not fnmatch.filter(known, pattern)] == []
 
 
+def _row_of(peer: str, option: str) -> str:
+    """Our side of the first row that has an option of theirs: a pattern counts for what no row above it has."""
+    for line in (ROOT / "docs" / "guide" / f"from-{peer}.md").read_text().splitlines():
+        theirs, _, ours = line.strip("|").partition(" | ")
+        patterns = [pattern.replace("arr.", "actor_rollout_ref.", 1) for pattern in re.findall(r"`([^`]+)`", theirs)]
+        if line.startswith("| ") and any(fnmatch.fnmatchcase(option, pattern) for pattern in patterns):
+            return ours
+    raise AssertionError(option)
+
+
+@peers
+def test_an_option_that_is_named_after_a_loss_that_is_here_has_the_row_of_that_loss(peer: str) -> None:
+    named = [(option, loss) for option in _known(peer) for loss in LOSSES if re.search(rf"(^|[._]){loss}([._]|$)", option)]
+    assert [(option, loss) for option, loss in named if f"`{loss}(" not in _row_of(peer, option)] == []
+
+
+@pytest.mark.parametrize(
+    ("peer", "option", "what"),
+    [
+        ("openrlhf", "ds.load_in_4bit", "4 bits"),
+        ("openrlhf", "ds.lora.dropout", "dropout"),
+        ("openrlhf", "algo.kl.unbiased_gradient", "write the loss"),
+        ("trl", "use_bias_correction_kl", "write the loss"),
+        ("verl", "actor_rollout_ref.actor.fsdp_config.qat.enable", "quantised"),
+        ("verl", "actor_rollout_ref.actor.policy_loss.dro_beta", "write the loss"),
+        ("verl", "actor_rollout_ref.model.lora.adapter_path", "adapters"),
+        ("verl", "actor_rollout_ref.model.lora.dropout", "dropout"),
+        ("verl", "actor_rollout_ref.model.lora_adapter_path", "adapters"),
+        ("verl", "critic.fsdp.qat.enable", "quantised"),
+    ],
+)
+def test_what_no_engine_and_no_loss_has_is_said_not_to_be_there(peer: str, option: str, what: str) -> None:
+    assert what in _row_of(peer, option).partition("not there: ")[2]
+
+
+def test_each_way_of_verl_to_average_a_loss_is_named() -> None:
+    ours = _row_of("verl", "actor_rollout_ref.actor.loss_agg_mode")
+    modes = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    assert [mode for mode in modes if f"`{mode}`" not in ours] == []
+
+
 @peers
 def test_what_is_not_there_has_a_reason_and_nothing_that_is_there_is_denied(peer: str) -> None:
     text = (ROOT / "docs" / "guide" / f"from-{peer}.md").read_text()
@@ -74,10 +116,12 @@ _VALUES |= {
     "server",
     "split",
     "time-shared",
+    "added",
     "auto",
     "entropy",
     "entropy_coef",
     "token-mean",
+    "seq-mean-token-sum",
     "seq-mean-token-mean",
     "gae",
     "binary_kl",
