@@ -158,7 +158,7 @@ class Forwarding:
         except msgspec.MsgspecError:
             self._warn(f"sending to {self._names} ended without a report; see {self._wanted.run_dir}/logs/forwarding.log")
         for report in self.reports:
-            if report.num_left_bytes or report.error:
+            if report.is_short:
                 left = f"{report.num_left_bytes:,} bytes of the records were not delivered to {report.where}"
                 self._warn(f"{left}: {report.error or 'there was no time'}. Later: m2flow send {self._wanted.run_dir}")
 
@@ -243,6 +243,8 @@ def main() -> None:
 
     threading.Thread(target=watch, daemon=True, name="end-of-run").start()
     reports = deliver(wanted.sinks(), ends, wanted.drain_s)
+    for report in reports:
+        print(report.describe(), file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         os.write(out, msgspec.json.encode(reports))
     os._exit(0)  # A thread that waits for a silent receiver must not keep the process alive.

@@ -45,6 +45,27 @@ def _names_compression(environment: Mapping[str, str] = os.environ) -> bool:
     return any(environment.get(name, "").strip() for name in names)
 
 
+def _session() -> Any:
+    """An HTTP session for which a redirect is a failure: an exporter does not follow it, and takes it for a delivery.
+
+    None, for the exporter's own, where a variable names a provider of sessions.
+    """
+    if any("CREDENTIAL_PROVIDER" in name for name, value in os.environ.items() if name.startswith("OTEL_PYTHON_EXPORTER_OTLP") and value):
+        return None
+    import requests
+
+    session = requests.Session()
+    session.hooks["response"].append(_refuse_redirect)
+    return session
+
+
+def _refuse_redirect(response: Any, **_: object) -> None:
+    if 300 <= response.status_code < 400:
+        response.close()
+        to = response.headers.get("Location", "nowhere")
+        raise Undelivered(f"it redirects ({response.status_code}) to {to}; name the address that takes the records itself")
+
+
 def check_otlp(endpoint: str) -> None:
     """
     Raises:
@@ -97,9 +118,9 @@ class OtlpSink(Sink):
         how = None if _names_compression() else Compression.Gzip
         timeout_s = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_S
         if self._reaches("TRACES"):
-            self._spans = OTLPSpanExporter(endpoint=self._url("traces"), timeout=timeout_s, compression=how)
+            self._spans = OTLPSpanExporter(endpoint=self._url("traces"), timeout=timeout_s, compression=how, session=_session())
         if self._reaches("METRICS"):
-            self._metrics = OTLPMetricExporter(endpoint=self._url("metrics"), timeout=timeout_s, compression=how)
+            self._metrics = OTLPMetricExporter(endpoint=self._url("metrics"), timeout=timeout_s, compression=how, session=_session())
 
     def pump(self) -> bool:
         did = False

@@ -59,6 +59,16 @@ class Report(msgspec.Struct):
     error: str
     """The last error; empty if the last attempt succeeded."""
 
+    def describe(self) -> str:
+        """One line: what arrived where, and what did not."""
+        left = f"; {self.num_left_bytes:,} bytes are left: {self.error or 'there was no time'}" if self.is_short else ""
+        return f"{self.where}: {self.num_spans:,} spans, {self.num_points:,} numbers{left}"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether something was not delivered."""
+        return bool(self.error or self.num_left_bytes)
+
 
 class Sink(ABC):
     """A receiver of records. One thread uses it: `open`, `pump` repeatedly, `finish`, `close`."""

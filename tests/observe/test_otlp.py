@@ -239,6 +239,18 @@ def test_what_a_collector_refused_arrives_when_it_is_well_again_and_nothing_twic
         assert len(receiver.spans) == sent
 
 
+def test_a_redirect_is_no_delivery_and_says_where_to_send(tmp_path: Path) -> None:
+    store_run(tmp_path / "run", record_run(num_steps=1))
+    with receiving() as receiver:
+        receiver.status = 302
+        (report,) = deliver([OtlpSink(tmp_path / "run", receiver.url)], _ended(), DRAIN_S)
+        assert "it redirects (302) to https://elsewhere.test/v1" in report.error
+        assert (report.num_spans, report.num_points) == (0, 0)
+        assert report.num_left_bytes > 0
+        receiver.status = 200
+        _send(tmp_path / "run", receiver)
+
+
 def test_spans_are_sent_while_the_run_goes_on(tmp_path: Path) -> None:
     store_run(tmp_path / "run", record_run(num_steps=1))
     with receiving() as receiver:
@@ -279,6 +291,21 @@ def test_the_process_beside_a_run_delivers_and_reports(tmp_path: Path) -> None:
         forwarding.close()
         assert said == []
         assert [(report.num_spans, report.num_left_bytes) for report in forwarding.reports] == [(len(receiver.spans), 0)]
+        (line,) = (tmp_path / "run" / "logs" / "forwarding.log").read_text().splitlines()
+        assert line.startswith(f"{receiver.url}: {len(receiver.spans):,} spans, ")
+
+
+def test_the_log_of_the_process_beside_a_run_says_what_was_not_taken_and_why(tmp_path: Path) -> None:
+    store_run(tmp_path / "run", record_run(num_steps=1))
+    with receiving() as receiver:
+        receiver.status = 400
+        forwarding = Forwarding(Destinations(str(tmp_path / "run"), "grpo", True, receiver.url, drain_s=DRAIN_S), [].append)
+        forwarding.open()
+        forwarding.close()
+        (line,) = (tmp_path / "run" / "logs" / "forwarding.log").read_text().splitlines()
+        assert line.startswith(f"{receiver.url}: 0 spans, 0 numbers; ")
+        assert " bytes are left: " in line
+        assert "400" in line
 
 
 def test_a_collector_that_never_answers_holds_nothing_up_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

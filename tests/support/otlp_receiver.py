@@ -93,6 +93,8 @@ def receiving() -> Iterator[Receiver]:
             if status == 200:
                 receiver.take(self.path, body)
             self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", "https://elsewhere.test/v1")
             self.send_header("Content-Length", "0")
             self.end_headers()
 
