@@ -290,6 +290,14 @@ def _settings(limits: Limits, folder: str, *, shows_proc: bool) -> dict[str, obj
     }
 
 
+def _bytes(name: str, value: str | bytes) -> bytes:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace")
+    if not isinstance(value, bytes | bytearray):
+        raise OptionError(f"{name}={value!r:.60} is neither text nor bytes", now="Text becomes UTF-8; encode what is to be something else.")
+    return bytes(value)
+
+
 def _frame(head: dict[str, object], first: bytes, second: bytes) -> bytes:
     text = json.dumps(head).encode()
     return struct.pack(">III", len(text), len(first), len(second)) + text + first + second
@@ -471,7 +479,7 @@ class _Box:
     # -- steps: each yields requests, is sent the replies, and returns what its call returns
 
     def _run_steps(self, op: str, program: str, stdin: str | bytes, *, merged: bool = True, is_last: bool = False) -> _Steps:
-        given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin
+        given = _bytes("stdin", stdin)
         head = {"op": op, "merged": merged, "is_last": is_last, "output": self.limits.output_bytes, "wall_s": self.limits.wall_s}
         told, data = yield head, program.encode("utf-8", "replace"), given
         text = data.decode("utf-8", "replace")
@@ -534,9 +542,9 @@ class BlockingSandbox(_Box):
         """Run a shell command in the box, as `Sandbox.shell` does."""
         return self._drive(self._run_steps("shell", command, stdin))  # type: ignore[no-any-return]
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: str | bytes) -> None:
         """Write a file in the box, as `Sandbox.write` does."""
-        self._drive(self._file_steps("write", path, data))
+        self._drive(self._file_steps("write", path, _bytes("data", data)))
 
     def read(self, path: str) -> bytes:
         """Read a file of the box, as `Sandbox.read` does."""
@@ -635,9 +643,9 @@ class Sandbox(_Box):
         """Run a command by `sh`, which reads `stdin`. Raises `OptionError`: the tier has none."""
         return await self._drive(self._run_steps("shell", command, stdin))  # type: ignore[no-any-return]
 
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file, relative to the box's working directory. Raises `OSError`: the box does not allow it."""
-        await self._drive(self._file_steps("write", path, data))
+    async def write(self, path: str, data: str | bytes) -> None:
+        """Write a file, relative to the box's working directory; text as UTF-8. Raises `OSError`: the box does not allow it."""
+        await self._drive(self._file_steps("write", path, _bytes("data", data)))
 
     async def read(self, path: str) -> bytes:
         """Read a file of the box. Raises `OSError`: there is none."""

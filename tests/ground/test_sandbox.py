@@ -409,6 +409,19 @@ def test_a_snapshot_brings_variables_and_files_back_any_number_of_times(tier: Ti
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_a_file_is_written_from_bytes_or_from_text_and_from_nothing_else(tier: Tier) -> None:
+    with BlockingSandbox(tier) as box:
+        box.write("a", b"\xff")
+        box.write("b", "h\u00e9")
+        assert (box.read("a"), box.read("b")) == (b"\xff", "h\u00e9".encode())
+        with pytest.raises(OptionError, match="data=7 is neither text nor bytes"):
+            box.write("a", 7)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="stdin=None is neither text nor bytes"):
+            box.shell("cat", None)  # type: ignore[arg-type]
+        assert box.shell("cat a b", "").status == 0
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_files_that_are_none_are_errors(tier: Tier) -> None:
     with BlockingSandbox(tier) as box:
         for path in ("none", ".", "/dev/full/x"):
