@@ -105,8 +105,9 @@ class FlowCommand(click.Command):
         return given
 
     def _unknown(self, ctx: click.Context, name: str, target: str | None) -> OptionError:
-        known = [option for param in self.get_params(ctx) for option in (*param.opts, *param.secondary_opts) if option.startswith("--")]
-        hint = did_you_mean(name.replace("_", "-"), [*known, "--help"], "", cutoff=0.5)
+        known = [option[2:] for param in self.get_params(ctx) for option in (*param.opts, *param.secondary_opts) if option.startswith("--")]
+        # Without the dashes, which are alike in all: with them a short name is near to any other.
+        hint = did_you_mean(name.lstrip("-").replace("_", "-"), [*known, "help"], "", cutoff=0.5).replace("'", "'--", 1)
         of = f"m2flow {ctx.info_name} and of the flow {ctx.meta[_FLOW].name}" if _FLOW in ctx.meta else f"m2flow {ctx.info_name}"
         lists = f"`{ctx.command_path} {target or 'FLOW'} --help` lists the options."
         return OptionError(f"{name} is no option of {of}", now=f"{hint} {lists}".lstrip())

@@ -652,6 +652,7 @@ def recording(session: Session) -> Iterator[Session]:
 
 
 _MAX_NEW_TOKENS, _N, _LR = "It is max_new_tokens=.", "It is n=.", "It is lr=."
+_MAX_PROMPT_TOKENS = "It is Dataset(rows, policy=, max_prompt_tokens=); of rows from files dataset.within(policy, max_prompt_tokens=512)."
 _ELSEWHERE = {
     "best_of": 'Write n=8, and keep the best: responses.select(rewards == rewards.max(over="group")).',
     "beta": "A KL penalty is ppo_clip(kl_coef=0.04), with update(..., reference=Reference(...)).",
@@ -662,7 +663,8 @@ _ELSEWHERE = {
     "learning_rate": _LR,
     "max_completion_length": _MAX_NEW_TOKENS,
     "max_completion_tokens": _MAX_NEW_TOKENS,
-    "max_prompt_length": "It is Dataset(..., max_prompt_tokens=).",
+    "max_prompt_length": _MAX_PROMPT_TOKENS,
+    "max_prompt_tokens": _MAX_PROMPT_TOKENS,
     "max_tokens": _MAX_NEW_TOKENS,
     "num_beams": "There is no beam search: its responses are no samples of the policy. temperature=0 is greedy.",
     "num_generations": _N,
@@ -670,6 +672,7 @@ _ELSEWHERE = {
     "presence_penalty": "There are repetition_penalty= and logit_bias=.",
     "stream": "Files are read as they are drawn: Dataset.jsonl(path, stream=True); so with csv, parquet and hf.",
     "streaming": "Files are read as they are drawn: Dataset.jsonl(path, stream=True); so with csv, parquet and hf.",
+    "too_long": _MAX_PROMPT_TOKENS,
 }
 """Options of other libraries -> what to write here."""
 

@@ -272,6 +272,7 @@ def test_options_may_come_before_the_file(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--num-step", "3"], "OptionError: --num-step is no option of m2flow plan and of the flow tiny\n  Did you mean '--num-steps'?"),
+        (["--lr", "3"], "OptionError: --lr is no option of m2flow plan and of the flow tiny\n  `cli plan "),
         (["--num-steps", "x"], "OptionError: --num-steps: 'x' is not a valid integer"),
         (["--kind", "shrt"], "OptionError: --kind: 'shrt' is not one of short, very_long. Did you mean 'short'?"),
         (["--set", "num_step=3"], "OptionError: --set num_step=3: the flow tiny has no parameter 'num_step'\n  Did you mean 'num_steps'?"),

@@ -83,6 +83,8 @@ def test_a_mistake_is_theirs_and_has_their_line(run, line):
     ("line", "now"),
     [
         ("policy.generate(prompts.take(1), max_new_tokens=3, num_beams=4)", "There is no beam search"),
+        ('Dataset.jsonl("rows.jsonl", max_prompt_tokens=8)', "dataset.within(policy, max_prompt_tokens="),
+        ('Dataset.jsonl("rows.jsonl", max_prompt_length=8)', "dataset.within(policy, max_prompt_tokens="),
         ("policy.generate(prompts.take(1), max_new_tokens=3, best_of=4)", "responses.select"),
         ("policy.generate(prompts.take(1), max_tokens=3)", "It is max_new_tokens=."),
         ("policy.generate(prompts.take(1), max_new_tokens=3, length=4)", "m2flow help Policy.generate explains them"),
