@@ -88,8 +88,8 @@ def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, s
         return None, "it is a simulation, which measured nothing; `m2flow simulate FLOW --compare` simulates it placed otherwise"
     try:
         config = read_config(run_dir)
-        if not Path(config.flow.partition(":")[0]).is_file():
-            return None, f"its flow is {config.flow} in {config.directory}, which is not here"
+        if not config.flow_path.is_file():
+            return None, config.why_no_flow()
         flow = load_flow(config.flow)
         return suggestions_of(run_dir, flow, recorded_options(flow, config.options), analysis), ""
     except M2FlowError as error:

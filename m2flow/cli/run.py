@@ -226,8 +226,13 @@ class RunCommand(PlannedCommand):
             args = [config.flow, *args]
         elif target != config.flow:
             raise OptionError(f"{target} is not the flow of {run}, which is {config.flow}", now=f"Say only: m2flow run {_OPTION} {run}")
-        if not Path(config.flow.partition(":")[0]).is_file():
-            raise SpecError(f"the flow of {run} is {config.flow}, and there is no such file here", now=f"Begin in {config.directory}.")
+        if config.is_of_session:
+            now = f"Define the flow there again, and call m2flow.run(flow, resume={str(config.run_dir)!r})."
+            raise SpecError(f"{run} can't be resumed from here: {config.why_no_flow()}", now=now)
+        if not config.flow_path.is_file():
+            is_moved = Path(config.directory).resolve() == Path.cwd()
+            now = "Put it back as it was." if is_moved else f"Begin in {config.directory}."
+            raise SpecError(f"the flow of {run} is {config.flow}, and there is no such file here", now=now)
         return super().parse_args(ctx, args)
 
     def _given(self, ctx: click.Context) -> dict[str, object]:

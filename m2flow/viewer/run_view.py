@@ -513,11 +513,11 @@ class RunView:
             return "it has no plan, or no step yet"
         try:
             config = read_config(self.run_dir)
-            flow = (Path(config.directory) / config.flow.partition(":")[0]).resolve()
+            flow = (Path(config.directory) / config.flow_path).resolve()
         except M2FlowError as error:
             return str(error).partition("\n")[0]
         if not flow.is_file():
-            return f"its flow is {config.flow} in {config.directory}, which is not here"
+            return config.why_no_flow()
         if flow.is_relative_to(self.run_dir.resolve().parent):
             return "its flow lies in the folder of runs; m2flow analyze runs it"
         return ""

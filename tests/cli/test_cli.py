@@ -18,9 +18,11 @@ from m2flow.cli.flow_options import find_target, option_type
 from m2flow.cli.main import cli, failure_of, main
 from m2flow.errors import InternalError, RewardError, RunInterrupted
 from m2flow.micro.records.accounting import Tally
+from m2flow.micro.records.rundir import write_config
 from m2flow.runs.display import Rates, duration, sparkline
 from m2flow.runs.planning import OTHER_WAITS
 from m2flow.samples import EPISODE
+from m2flow.spec import ClusterSpec, RunSettings
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "flows" / "grpo.py")
@@ -467,3 +469,21 @@ def test_rates_are_over_the_last_moments_only() -> None:
 
 def test_durations_are_written_for_people() -> None:
     assert [duration(s) for s in (0.04, 61, 3600)] == ["0.0 s", "1:01", "1:00:00"]
+
+
+def test_a_run_of_a_notebook_is_resumed_there_and_one_whose_file_is_gone_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, flow in (("cell", "In[3]"), ("session", "<stdin>"), ("file", "gone.py:tiny")):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, flow_file=flow, options={}, settings=RunSettings(), spec=ClusterSpec(), models={})
+    for name, flow in (("cell", "In[3]"), ("session", "<stdin>")):
+        said = m2flow("run", "--resume", name).stderr
+        assert f"its flow is {flow} of a notebook or a session of Python, which no command can read" in said
+        assert f"Define the flow there again, and call m2flow.run(flow, resume='{name}')." in said
+    assert (
+        "the flow of file is gone.py:tiny, and there is no such file here\n  Put it back as it was."
+        in m2flow("run", "--resume", "file").stderr
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert f"Begin in {tmp_path}." in m2flow("run", "--resume", "../file").stderr

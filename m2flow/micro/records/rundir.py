@@ -163,6 +163,22 @@ class Config:
     cluster: ClusterSpec
     repeats_decisions: bool
 
+    @property
+    def flow_path(self) -> Path:
+        """The flow's file, relative as it was given. Of a flow of a cell it is its name, such as `In[3]`: no file."""
+        return Path(self.flow.partition(":")[0])
+
+    @property
+    def is_of_session(self) -> bool:
+        """Whether the flow was defined in a notebook's cell or in a session of Python, where no other process finds it."""
+        return self.flow_path.suffix != ".py"
+
+    def why_no_flow(self) -> str:
+        """Why the flow is not there for a process in any directory but its own."""
+        if self.is_of_session:
+            return f"its flow is {self.flow} of a notebook or a session of Python, which no command can read"
+        return f"its flow is {self.flow} in {self.directory}, which is not here"
+
 
 def read_config(run_dir: Path) -> Config:
     """Read the configuration of a run.
