@@ -607,7 +607,7 @@ def current_session(what: str) -> Session:
         raise TraceError(
             f"{what} was used outside a running flow",
             where=user_site().describe(),
-            now="Put it into a function decorated with @flow and start that with `m2flow run FILE`.",
+            now="Put it into a function decorated with @flow and start that with `m2flow run FILE`, or m2flow.run(flow) in Python.",
         )
     return session
 

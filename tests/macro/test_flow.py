@@ -158,6 +158,7 @@ def test_a_flow_that_is_called_outside_a_run_says_how_to_start_it():
 
     with pytest.raises(TraceError, match="was used outside a running flow") as caught:
         some()
+    assert "m2flow.run(flow)" in caught.value.now
     assert "m2flow run FILE" in caught.value.now
     assert "test_flow.py:" in caught.value.where
 
