@@ -416,6 +416,19 @@ def lone_surrogate(text: str) -> int:
     return -1
 
 
+def described(error: BaseException) -> str:
+    """Say what an exception of anybody's code is: its class, and what it says, if it says something. Its `__str__` may raise.
+
+    >>> described(ValueError("no digits")), described(MemoryError())
+    ('ValueError: no digits', 'MemoryError')
+    """
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    return _shown(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
 def _shown(text: str) -> str:
     """Replace lone surrogates, which a user's error may quote from a text and which UTF-8 can't encode, and leave out the middle of
     what has more than `_MOST_CHARACTERS`: errors of samples are recorded one by one."""

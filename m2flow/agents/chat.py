@@ -59,7 +59,7 @@ from m2flow.agents.tools import (
     parameters,
 )
 from m2flow.engines.contract import Generated
-from m2flow.errors import DatasetError, M2FlowError, MissingExtra, MissingTier, OpError, OptionError, SpecError
+from m2flow.errors import DatasetError, M2FlowError, MissingExtra, MissingTier, OpError, OptionError, SpecError, described
 from m2flow.recipe import EpisodeFailure, Sampling, check_count
 from m2flow.samples import MAIN, Finish, Message, keyed_bits
 
@@ -805,7 +805,7 @@ class Resources:
         except BaseException as error:
             if is_stopped(error, own):
                 raise
-            raise EpisodeFailed("tool_failed", f"{kind.__name__} can't be opened: {type(error).__name__}: {error}") from error
+            raise EpisodeFailed("tool_failed", f"{kind.__name__} can't be opened: {described(error)}") from error
 
 
 class Rewards(NamedTuple):

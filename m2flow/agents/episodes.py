@@ -70,7 +70,7 @@ from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, ToolCall, is_
 from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Waiting, is_limited
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.engines.registry import StepCheck
-from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong
+from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong, described
 from m2flow.recipe import Episodes as Bounds
 from m2flow.recipe import Sampling
 from m2flow.samples import MAIN, Finish, Prompt, Sample, SampleId, Segment, keyed_bits
@@ -270,7 +270,7 @@ class _Episode:
             if is_stopped(error, self.task) and not self.host.has(self):
                 return
             self._end_run_if_lacking(error)
-            columns, added = {"failure": "raised"}, {"error": f"{type(error).__name__}: {error}"}
+            columns, added = {"failure": "raised"}, {"error": described(error)}
             if not is_stopped(error, self.task):  # Else it has cancelled itself, or the run ends.
                 self.host.show(self.id, traceback.format_exc())
         self.host.post(lambda: self.host.end(self, columns, added))

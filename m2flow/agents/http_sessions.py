@@ -72,6 +72,7 @@ from m2flow.agents.chat import Chat, Turn, idle_s_of
 from m2flow.agents.endpoint import COUNT, LOOPBACK_HOST, dialect_of, error_of, refuse, refuse_path, written
 from m2flow.agents.http_dialects import DIALECTS, MODEL, BadRequest, ChatCompletion, Speech, TurnRequest, is_json
 from m2flow.agents.tools import EpisodeFailed, MessagesRefused
+from m2flow.errors import described
 from m2flow.recipe import check_seconds
 from m2flow.samples import Message
 
@@ -648,4 +649,4 @@ def _refusing() -> Iterator[None]:
     except EpisodeFailed as error:
         raise BadRequest(f"the episode has failed: {error}", error.how) from None
     except Exception as error:
-        raise BadRequest(f"the episode has failed: {type(error).__name__}: {error}", "raised") from None
+        raise BadRequest(f"the episode has failed: {described(error)}", "raised") from None

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple, final
 import pydantic
 
 from m2flow.agents.tools import EpisodeFailed, Tool
-from m2flow.errors import MissingExtra, OptionError, did_you_mean
+from m2flow.errors import MissingExtra, OptionError, described, did_you_mean
 from m2flow.recipe import check_choice, check_count, check_seconds, check_text
 
 _START_S = 30.0
@@ -164,7 +164,7 @@ def _said(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
         return f"no answer within {_START_S:g} s"
-    return f"{type(error).__name__}: {error}"
+    return described(error)
 
 
 @dataclass(frozen=True)

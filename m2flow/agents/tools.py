@@ -9,7 +9,7 @@ it is first needed, closed at the episode's end, and never shown to the model.
 What goes wrong, and whose business it is:
 
     the model's arguments do not fit     a text for the model, which may try again
-    the function raises, takes too long  a text for the model, or with `on_error="fail"` the end of the episode, which then has no reward
+    it raises, is late, or gives no text a text for the model, or with `on_error="fail"` the end of the episode, which then has no reward
     it raises an error of m2flow         the end of the episode: a dead sandbox is no fault of the model's
 
 A plain function runs on a thread (`Threads`), where a time limit, which begins when it does, only abandons it: it takes no place from
@@ -64,7 +64,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, get_args
 import pydantic
 
 from m2flow.engines import lines_of
-from m2flow.errors import DatasetError, M2FlowError, OpError, OptionError
+from m2flow.errors import DatasetError, M2FlowError, OpError, OptionError, described, lone_surrogate
 from m2flow.recipe import EpisodeFailure, check_choice, check_count, check_seconds, check_text
 
 # ---- tools
@@ -206,19 +206,19 @@ class Tool:
                 result = await (call() if is_async else self._on_thread(call, limit, threads, begins))
                 if inspect.isawaitable(result):
                     result = await result
+            text = shortened(_written(result), self.max_chars)
+            if (at := lone_surrogate(text)) >= 0:
+                raise ValueError(f"the result has half of a surrogate pair at character {at}")
         except M2FlowError as error:
-            raise EpisodeFailed("tool_failed", f"the tool {self.name} failed: {type(error).__name__}: {error}") from error
-        except EpisodeFailed:
-            raise
+            raise EpisodeFailed("tool_failed", f"the tool {self.name} failed: {described(error)}") from error
         except BaseException as error:
-            if is_stopped(error, own):
+            if isinstance(error, EpisodeFailed) or is_stopped(error, own):
                 raise
-            timed_out = isinstance(error, TimeoutError) and limit.expired()
-            said = self._said_late if timed_out else f"{type(error).__name__}: {error}"
+            said = self._said_late if isinstance(error, TimeoutError) and limit.expired() else described(error)
             if self.on_error == "fail":
                 raise EpisodeFailed("tool_failed", f"the tool {self.name}: {said}") from error
             return self._failed(said)
-        return Outcome(shortened(result if isinstance(result, str) else _written(result), self.max_chars))
+        return Outcome(text)
 
     async def _on_thread(self, call: Callable[[], Any], limit: asyncio.Timeout, threads: Executor, begins: Callable[[], object]) -> Any:
         loop = asyncio.get_running_loop()
@@ -385,8 +385,8 @@ def _schema_of(hint: Any) -> dict[str, Any]:
 
 def _written(result: object) -> str:
     try:
-        return json.dumps(result)
-    except (TypeError, ValueError):
+        return result if isinstance(result, str) else json.dumps(result)
+    except (TypeError, ValueError, RecursionError):
         return str(result)
 
 

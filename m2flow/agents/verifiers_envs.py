@@ -40,7 +40,7 @@ from m2flow.agents.chat import Agent, Chat
 from m2flow.agents.http_dialects import MODEL
 from m2flow.agents.http_sessions import SharedEndpoint, shared_endpoint
 from m2flow.agents.tools import EpisodeFailed
-from m2flow.errors import DatasetError, MissingExtra, OptionError
+from m2flow.errors import DatasetError, MissingExtra, OptionError, described
 from m2flow.recipe import check_count
 from m2flow.samples import MAIN
 
@@ -233,7 +233,7 @@ class _World:
                 await asyncio.Event().wait()
         except BaseException as error:
             if not self._found.done():
-                failed = EpisodeFailed("tool_failed", f"the environment can't begin: {type(error).__name__}: {error}")
+                failed = EpisodeFailed("tool_failed", f"the environment can't begin: {described(error)}")
                 failed.__cause__ = error
                 self._found.set_exception(failed)
                 self._found.exception()  # Nobody may be waiting any more.

@@ -35,6 +35,7 @@ from m2flow.errors import (
     OptionError,
     RunInterrupted,
     SpecError,
+    described,
     did_you_mean,
     engine_that_raised,
     host_error,
@@ -132,7 +133,7 @@ def failure_of(error: Exception, run_dir: Path | None = None, notes: str = "") -
         return Failure(unexpected("m2flow", error), notes)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _owner(frame.filename) != "library"]
     theirs = [frame for frame in frames if _owner(frame.filename) == "user"]
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    said = described(error)
     if theirs and frames[-1] is theirs[-1]:
         *outer, inner = theirs
         lines = [f"{_shown(inner.filename)}:{inner.lineno}  {inner.line}"]

@@ -20,7 +20,7 @@ from typing import overload
 
 import cloudpickle
 
-from m2flow.errors import FlowLoadError, M2FlowError, OptionError, did_you_mean
+from m2flow.errors import FlowLoadError, M2FlowError, OptionError, described, did_you_mean
 from m2flow.macro.graph import site_of
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.recipe import MOST_COUNTED
@@ -280,7 +280,7 @@ def load_function(target: str) -> Callable[..., object]:
             found = found()
         except Exception as error:
             raise FlowLoadError(
-                f"{target} can't be made without arguments: {type(error).__name__}: {error}",
+                f"{target} can't be made without arguments: {described(error)}",
                 now="Make one in a file of your own, and name that: judge = TheClass(...).",
             ) from error
     if not callable(found):
@@ -333,5 +333,5 @@ def _import(path: Path) -> types.ModuleType:
             "A flow's file is run as a script is: write `from rewards import f` for a file beside it, without the dot, or pass the flow of "
         )
         now = f"{now}an imported package to m2flow.run()." if "relative import" in str(error) else ""
-        raise FlowLoadError(f"importing the flow raised {type(error).__name__}: {error}", where=place, now=now) from error
+        raise FlowLoadError(f"importing the flow raised {described(error)}", where=place, now=now) from error
     return module

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, final
 
-from m2flow.errors import FlowError, M2FlowError, OptionError, RunInterrupted, TraceError, UnusedResult, did_you_mean
+from m2flow.errors import FlowError, M2FlowError, OptionError, RunInterrupted, TraceError, UnusedResult, described, did_you_mean
 from m2flow.macro.capture import Captures, Kinds
 from m2flow.macro.graph import (
     Call,
@@ -643,8 +643,7 @@ def recording(session: Session) -> Iterator[Session]:
         site = raised_at(error)
         if site is None or not is_of_user(error):
             raise
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FlowError(f"the flow raised {said}", where=site.describe(), now=_instead(error)) from error
+        raise FlowError(f"the flow raised {described(error)}", where=site.describe(), now=_instead(error)) from error
     finally:
         session.is_open = False
         _recording.remove(session)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
-from m2flow.errors import FlowError, OptionError, TraceError
+from m2flow.errors import FlowError, OptionError, TraceError, described
 from m2flow.macro.flow import Flow, seed_everything
 from m2flow.macro.graph import Call, MacroGraph, Observation, Site, assigned_name, user_site
 from m2flow.macro.number import Decider, PathFacts, Unknown, exploring_floats
@@ -577,7 +577,7 @@ def _path(graph: MacroGraph, explorer: Explorer, error: FlowError | None) -> Exp
         end = "bound"
     elif explorer.looks and any("the trace ends here" in source for source in explorer.looks[-1].sources):
         end = "unknown rows"
-    return ExploredPath(graph, tuple(explorer.forks), tuple(explorer.looks), end, f"{type(error).__name__}: {error}" if error else "")
+    return ExploredPath(graph, tuple(explorer.forks), tuple(explorer.looks), end, described(error) if error else "")
 
 
 def _note(look: Look, source: str) -> None:

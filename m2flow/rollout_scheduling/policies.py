@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.errors import SpecError, did_you_mean
+from m2flow.errors import SpecError, described, did_you_mean
 from m2flow.macro.flow import AsItStands
 from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, num_steps
 from m2flow.rollout_scheduling.lengths import log_length_icc
@@ -937,9 +937,7 @@ def _own(name: str) -> type[SchedulingPolicy]:
         loader.exec_module(module)
     except Exception as error:
         del sys.modules[spec.name]
-        raise SpecError(
-            f"{file} can't be imported: {type(error).__name__}: {error}", now="Give the file that defines the policy."
-        ) from error
+        raise SpecError(f"{file} can't be imported: {described(error)}", now="Give the file that defines the policy.") from error
     found = getattr(module, wanted, None)
     if not (isinstance(found, type) and issubclass(found, SchedulingPolicy)):
         raise SpecError(

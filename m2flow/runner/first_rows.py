@@ -38,7 +38,7 @@ from m2flow.agents.tools import NO_TOOLS, check_family, presents_tools
 from m2flow.engines.contract import FunctionEngine, Generated
 from m2flow.engines.functions import error_of, units_of
 from m2flow.engines.registry import built_in
-from m2flow.errors import DatasetError, ErrorRecord, M2FlowError, ModelError, error_from_record
+from m2flow.errors import DatasetError, ErrorRecord, M2FlowError, ModelError, described, error_from_record
 from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call, Granularity, MacroGraph
 from m2flow.macro.row_files import TAKEN
@@ -140,7 +140,7 @@ def _serve(link: Connection, folder: str, trial: _Trial) -> NoReturn:
         found = error.to_record()
         link.send_bytes(json.dumps(["error", [found.kind, found.what, found.where, found.now, found.remote]]).encode())
     except BaseException as error:
-        link.send_bytes(json.dumps(["line", f"the rest was not tried: {type(error).__name__}: {error}"]).encode())
+        link.send_bytes(json.dumps(["line", f"the rest was not tried: {described(error)}"]).encode())
     finally:
         os._exit(0)
 

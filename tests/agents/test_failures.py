@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -19,7 +20,7 @@ from resumed_runs import fake_cluster
 
 from m2flow import Chat, Dataset, EpisodeFailed, Policy, Sample, Sandbox, ToolCall, agent, flow, log, sandbox, steps, tool
 from m2flow.agents.episodes import EpisodeStart
-from m2flow.agents.tools import EventLoop, Tool
+from m2flow.agents.tools import EventLoop, Outcome, Tool
 from m2flow.engines.contract import Generated, Sums
 from m2flow.errors import EngineError, MissingExtra, MissingTier, OpError, OptionError, TraceError
 from m2flow.micro.protocol.update_semantics import UpdateTally
@@ -116,6 +117,62 @@ async def interrupts() -> str:
         pass
 
     raise Interrupt("enough")
+
+
+class Speechless(Exception):
+    """An error that can't say what it is, as some classes of libraries."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+UNTOLD = {
+    "a number too long to be written": lambda: 10**6000,
+    "too deep": lambda: functools.reduce(lambda inner, _: [inner], range(100_000), 0),
+    "an object without a text": Speechless,
+    "half of a character": lambda: "a\ud800b",
+}
+
+
+@tool(replay="pure")
+async def untold(what: str) -> object:
+    """Give what can't be written."""
+    return UNTOLD[what]()
+
+
+@tool(replay="pure")
+async def speechless() -> str:
+    """Raise an error without a text."""
+    raise Speechless
+
+
+@tool(replay="pure")
+async def quotes_half_a_character() -> str:
+    """Raise an error whose text no tokenizer takes."""
+    raise ValueError("a\ud800b")
+
+
+def test_what_a_tool_gives_or_raises_that_is_no_text_is_its_error_and_not_the_agents(loop):
+    said: list[Outcome] = []
+
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[untold, speechless, quotes_half_a_character], max_tokens=3)
+        calls = [ToolCall("untold", {"what": what}) for what in UNTOLD]
+        said.extend(await chat.run([*calls, ToolCall("speechless", {}), ToolCall("quotes_half_a_character", {})]))
+        return 1.0
+
+    found = episode(loop, body)
+    assert found.columns["failure"] == ""
+    assert all(outcome.is_error and outcome.text.startswith("Error: ") for outcome in said)
+    assert [outcome.text.split(":")[1].strip() for outcome in said] == [
+        "ValueError",
+        "RecursionError",
+        "ValueError",
+        "ValueError",
+        "Speechless",
+        "ValueError",
+    ]
+    assert said[-1].text == "Error: ValueError: a\\ud800b"
 
 
 @pytest.mark.parametrize(
@@ -308,9 +365,15 @@ async def ends_as_a_generator(chat: Chat, row: Sample) -> float:
     raise GeneratorExit
 
 
+async def says_nothing(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    raise Speechless
+
+
 @pytest.mark.parametrize(
     ("body", "bounds", "how"),
     [
+        (says_nothing, Bounds(8), "raised"),
         (exits, Bounds(8), "raised"),
         (exits_beside, Bounds(8), "raised"),
         (awaits_what_is_cancelled, Bounds(8), "raised"),

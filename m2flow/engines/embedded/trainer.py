@@ -71,7 +71,7 @@ from m2flow.engines.models.requests import SamplingMask
 from m2flow.engines.models.routing import OF_TOKENS, Mixture, Routers, beside_experts, checked_routers, column_of, experts_of
 from m2flow.engines.models.trainer_checkpoint import spread_like
 from m2flow.engines.registry import LOGPROB_TOKENS, built_in
-from m2flow.errors import EngineError, OpError, is_out_of_memory
+from m2flow.errors import EngineError, OpError, described, is_out_of_memory
 from m2flow.recipe import (
     HEAD_OUTPUTS,
     PROXIMAL,
@@ -878,7 +878,7 @@ def _evaluate(loss: Loss, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping
         if is_out_of_memory(error):
             raise
         own = traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
-        raise OpError(f"the loss {loss.name} raised {type(error).__name__}: {error}", remote="".join(own)) from error
+        raise OpError(f"the loss {loss.name} raised {described(error)}", remote="".join(own)) from error
     terms, reported = result if isinstance(result, tuple) else (result, {})
     return terms, reported
 

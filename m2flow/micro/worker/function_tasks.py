@@ -29,7 +29,7 @@ from typing import Any, final
 import numpy as np
 
 from m2flow.engines.contract import Ahead, Failure, FunctionEngine, Isolation
-from m2flow.errors import InternalError, OpError
+from m2flow.errors import InternalError, OpError, described
 from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.ops import Argument, may_write
@@ -222,7 +222,7 @@ class Instances:
                     self._made[key] = call_semantics.function_of(call)()
                 except Exception as error:
                     raise OpError(
-                        f"the role {key[0]} can't be made: {type(error).__name__}: {error}",
+                        f"the role {key[0]} can't be made: {described(error)}",
                         now="Mend the role's __init__, which runs on a worker.",
                     ) from error
             return self._made[key]
