@@ -533,8 +533,8 @@ class Policy(BuiltInRole):
 
     def _generate_drawn(self, source: Dataset, settings: GenerateSettings, draws: Draws) -> Rows:
         """Record the calls of a generation that draws its prompts from a dataset."""
-        if settings.late == "defer" and draws == Draws(draws.count):
-            return generate_deferred(self, source, settings, draws.count)
+        if settings.late == "defer":
+            return generate_deferred(self, source, settings, draws.count, is_filtered=draws != Draws(draws.count))
         if settings.late != "wait":
             raise OptionError(
                 f"oversample= and late={settings.late!r} go with prompts that are given; count= draws as many as it needs",

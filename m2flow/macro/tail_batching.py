@@ -81,8 +81,13 @@ class DeferredPrompts:
         return found
 
 
-def generate_deferred(policy: Policy, source: Dataset, settings: GenerateSettings, count: int | None) -> Rows:
-    """Record the calls of one round of such a line; the rows are those of `count` groups."""
+def generate_deferred(policy: Policy, source: Dataset, settings: GenerateSettings, count: int | None, *, is_filtered: bool) -> Rows:
+    """Record the calls of one round of such a line; the rows are those of `count` groups. `is_filtered`: others are not to be kept."""
+    if is_filtered:
+        raise OptionError(
+            "late='defer' keeps the groups that are whole first, whatever their rewards; score=, keep= and max_draws= are for late='wait'",
+            now="Leave these out, and score and filter what it gives; or leave out late= and oversample=.",
+        )
     if not is_count(count):
         raise OptionError(
             f"late='defer' got count={count!r}; it is a whole number, 1 or more: the groups that each turn gives",

@@ -107,7 +107,7 @@ def test_the_plan_says_that_prompts_are_deferred():
         ({"oversample": 1.5}, "late='defer' got count=None"),
         ({"count": 3, "oversample": 1.25}, "draws no prompt more than it needs"),
         ({"count": 4, "oversample": 1.5, "timeout_s": 3.0}, "who is late by the clock can only be dropped"),
-        ({"count": 4, "oversample": 1.5, "score": Reward}, "go with prompts that are given"),
+        ({"count": 4, "oversample": 1.5, "score": Reward}, "score=, keep= and max_draws= are for late='wait'"),
     ],
 )
 def test_what_can_not_be_deferred_is_refused(options, message):
