@@ -267,6 +267,9 @@ class Link(Protocol):
     def passed(self, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None:
         """Take a turn or a tool call that has ended, for the trace."""
 
+    def stuck_after(self, seconds: float, what: str) -> asyncio.TimerHandle:
+        """Have the episode fail where this, which may take so long, has not ended well after that: its cancellation was caught."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -601,9 +604,16 @@ class Chat:
         """Run a tool, and have it recorded."""
         began, came = time.monotonic_ns(), "cancelled"
         runs: list[int] = []
+        limits: list[asyncio.TimerHandle] = []
+
+        def begins() -> None:
+            runs.append(time.monotonic_ns())
+            if found.timeout_s is not None and inspect.iscoroutinefunction(found.function):  # A plain one is given up.
+                limits.append(self._link.stuck_after(found.timeout_s, f"the tool {found.name}"))
+
         try:
             opened = {name: await self._table.resources.get(kind) for name, kind in found.resources}
-            outcome = await found.run(arguments, opened, self._link.threads, lambda: runs.append(time.monotonic_ns()))
+            outcome = await found.run(arguments, opened, self._link.threads, begins)
             came = "error" if outcome.is_error else "ok"
             return outcome
         except EpisodeFailed as error:
@@ -612,6 +622,8 @@ class Chat:
                 self._table.end_run(lack)
             raise
         finally:
+            for limit in limits:
+                limit.cancel()
             if runs:
                 about: dict[str, object] = {"label": found.name, "outcome": came}
                 if slots := found.slots(self._link.threads):

@@ -71,8 +71,8 @@ from m2flow.agents.turn_requests import GuestTurn, RemoteSpeaker, TurnQueue, Wai
 from m2flow.engines.contract import Generated, Language, Occupancy, Request, RolloutEngine
 from m2flow.engines.registry import StepCheck
 from m2flow.errors import InternalError, M2FlowError, NoReward, PromptTooLong, described
+from m2flow.recipe import EpisodeFailure, Sampling
 from m2flow.recipe import Episodes as Bounds
-from m2flow.recipe import Sampling
 from m2flow.samples import MAIN, Finish, Prompt, Sample, SampleId, Segment, keyed_bits
 
 _PATIENCE_S = 0.01
@@ -81,6 +81,8 @@ _PATIENCE_FOR_SPEAKERS_S = 0.001
 """The same where a speaker in another process has its turn."""
 _READY_SHARE = 8
 """An engine that decodes by itself gets one turn more for so many that it decodes at once."""
+_STUCK_S = 30.0
+"""How long an episode or an asynchronous tool may go on behind its time limit, to clean up; then the episode is given up."""
 _SILENT_S = 600.0
 """An episode that nothing is known of for so long is reported."""
 _MOST_SHOWN = 3
@@ -251,6 +253,31 @@ class _Episode:
     def begin(self) -> None:
         """Begin the episode; to be called by the loop."""
         self.task = asyncio.get_running_loop().create_task(self.run())
+        if self.start.bounds.timeout_s is not None:
+            self._check_end()
+
+    def _check_end(self) -> None:
+        """Give the episode up if it has gone on for long behind its time limit; look again when that may be."""
+        loop, limit = asyncio.get_running_loop(), self.limit
+        assert self.task is not None
+        until = (limit.when() or loop.time() + (self.start.bounds.timeout_s or 0)) + _STUCK_S
+        if limit.expired() and loop.time() >= until:
+            self._give_up("timed_out", f"it took longer than {self.start.bounds.timeout_s} s")
+            return
+        # A clock may read a little less than it was to be called at.
+        timer = loop.call_at(max(until, loop.time() + 0.01), self._check_end)
+        self.task.add_done_callback(lambda _: timer.cancel())
+
+    def stuck_after(self, seconds: float, what: str) -> asyncio.TimerHandle:
+        said = f"{what} took longer than {seconds:g} s"
+        return asyncio.get_running_loop().call_later(seconds + _STUCK_S, self._give_up, "tool_failed", said)
+
+    def _give_up(self, how: EpisodeFailure, what: str) -> None:
+        """End the episode while its agent still runs: nothing waits for what does not end when it is cancelled."""
+        said = f"{what}, and did not end when it was cancelled: something in it catches CancelledError, as a bare `except:` does"
+        self.host.post(lambda: self.host.end(self, {"failure": how}, {"error": said}))
+        if self.task is not None:
+            self.task.cancel()
 
     async def run(self) -> None:
         """Run the agent to its end, and report it."""

@@ -393,6 +393,53 @@ def test_a_failed_episode_says_how_and_has_no_reward(loop, body, bounds, how):
     assert found.columns["episode"]["error"]
 
 
+RELEASED = threading.Event()
+
+
+async def retries() -> None:
+    """Try again, whatever comes, until the test is over."""
+    while not RELEASED.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.01)
+
+
+@tool(replay="pure", timeout_s=0.02)
+async def stubborn() -> str:
+    """Come to no end."""
+    await retries()
+    return ""
+
+
+async def does_not_end(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    await retries()
+    return 1.0
+
+
+async def waits_for_what_does_not_end(chat: Chat, row: Sample) -> float:
+    await chat.say("?", tools=[stubborn], max_tokens=3)
+    await chat.run([ToolCall("stubborn", {})])
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "bounds", "how", "says"),
+    [
+        (does_not_end, Bounds(8, timeout_s=0.02), "timed_out", "it took longer than 0.02 s, and did not end"),
+        (waits_for_what_does_not_end, Bounds(8), "tool_failed", "the tool stubborn took longer than 0.02 s, and did not end"),
+    ],
+)
+def test_what_does_not_end_when_its_time_is_over_is_given_up(loop, body, bounds, how, says, monkeypatch):
+    monkeypatch.setattr("m2flow.agents.episodes._STUCK_S", 0.02)
+    RELEASED.clear()
+    try:
+        found = episode(loop, body, bounds)
+    finally:
+        RELEASED.set()
+    assert found.columns["failure"] == how
+    assert says in found.columns["episode"]["error"]
+
+
 def test_the_last_turn_has_no_calls_so_a_loop_over_them_ends(loop):
     def always(text: str) -> tuple[str, list[ToolCall]]:
         return text, [ToolCall("blocks", {"x": 1})]

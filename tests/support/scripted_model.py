@@ -46,6 +46,9 @@ class Script:
 
     def passed(self, name: str, start_ns: int, end_ns: int, about: Mapping[str, object]) -> None: ...
 
+    def stuck_after(self, seconds: float, what: str) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, print, what)
+
 
 def chat_of(script: Script, *, max_turns: int = 8, max_conversations: int = 8, max_tokens: int = 4000) -> Chat:
     resources = Resources(contextlib.AsyncExitStack())
