@@ -58,11 +58,10 @@ def step_s(problem: Problem, node: Node) -> float:
 
 def parts_of(problem: Problem, node: Node) -> tuple[TimeTerm, ...]:
     """List the summands of the predicted time, then the parts off the critical path."""
-    staleness = problem.workload.staleness
-    path = _merged(_whole(problem, node))
-    total = sum(part.seconds for part in path) / (staleness + 1)
-    if staleness:
-        path = [TimeTerm(f"{part.what} / {staleness + 1} steps under way", part.seconds / (staleness + 1)) for part in path]
+    steps, path = problem.steps_under_way, _merged(_whole(problem, node))
+    total = sum(part.seconds for part in path) / steps
+    if problem.workload.staleness:
+        path = [TimeTerm(f"{part.what} / {steps} steps under way", part.seconds / steps) for part in path]
         held = _merged(_busy(problem, node))
         ends = [
             TimeTerm(name, function.total)
@@ -260,7 +259,9 @@ def _called(leaf: Leaf) -> str:
 
 def _busy(problem: Problem, node: Node) -> Iterator[TimeTerm]:
     """Summands of the busy time of the busiest devices in each step."""
-    if isinstance(node, Leaf):
+    if isinstance(node, Leaf) and float(node.times.busy) < float(node.times.total):
+        yield TimeTerm(f"{_called(node)} / {problem.num_batches} steps at once", float(node.times.busy))
+    elif isinstance(node, Leaf):
         yield from _leaf_path(node, "total")
     elif node.is_turns:
         yield from _path(problem, node, "total")
@@ -291,10 +292,10 @@ def bounds_of(problem: Problem) -> tuple[Bound, ...]:
         longest sample   (t0 + t1) L, and what must come after it        work            device-seconds / devices
         k-longest        the k longest samples, with migration           critical path   the longest chain of calls, each at its best
 
-    With staleness a sample may take as many steps as are in flight: all but `work` are divided by staleness + 1.
+    With staleness a sample may take as many steps as are in flight: all but `work` are divided by their number.
     """
     limits = Limits(problem)
-    steps = problem.workload.staleness + 1
+    steps = problem.steps_under_way
     longest = k_longest = 0.0
     for i, call in enumerate(problem.graph.device_calls):
         if call.work == "generate" and call.engine is not None:
@@ -325,7 +326,8 @@ def works_of(problem: Problem, node: Node, parts: Sequence[TimeTerm]) -> Iterato
 
 def _whole_s(problem: Problem, leaf: Leaf, call: CallLoad) -> float:
     chunks = tuple(dict.fromkeys([leaf.chunk, call.num_samples]))
-    return float(call_times(call, leaf.engine, [leaf.option], chunks, problem.costs, problem.batches[call.name])[0, 0, 1])
+    found = call_times(call, leaf.engine, [leaf.option], chunks, problem.costs, problem.batches[call.name])[0, 0, 1]
+    return float(found) * problem.held_share(problem.graph.bits[call.name])
 
 
 def _work_of(problem: Problem, leaf: Leaf, call: CallLoad, seconds: float, exposed_s: float) -> CallWork:

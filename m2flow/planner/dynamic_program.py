@@ -73,7 +73,6 @@ from m2flow.planner.problem import (
     gathered,
     instances,
     pruned,
-    rigid_of,
     undominated,
 )
 from m2flow.planner.workload import (
@@ -84,6 +83,7 @@ from m2flow.planner.workload import (
     best_lending,
     end_of,
     in_turns,
+    rigid_of,
     side_by_side,
     start_of,
     through_functions,
@@ -165,7 +165,7 @@ class Limits:
             others = float(sum(self._least[i, 3] for i, call in enumerate(each) if call.engine not in here))
             self._outside[calls] = self.around_s(calls), rest, others
         around, rest, others = self._outside[calls]
-        least = (total + around) / (self._problem.workload.staleness + 1)
+        least = (total + around) / self._problem.steps_under_way
         if self._problem.workload.staleness:
             least = np.maximum(least, busy)
         if self._is_split and others:
@@ -179,7 +179,8 @@ def _least_of(problem: Problem, call: CallLoad) -> tuple[float, ...]:
     leaf, nums = problem.leaf(problem.graph.bits[call.name]), problem.facts(call.engine)[1]
     first, total, last = np.moveaxis(leaf.times, 2, 0)
     last = np.minimum(total, last + leaf.grains * total)
-    every = first + leaf.grains * (total - first), total, last, total * nums[:, None]
+    work = total * problem.held_share(problem.graph.bits[call.name]) * nums[:, None]
+    every = first + leaf.grains * (total - first), total, last, work
     return tuple(float(value.min()) for value in every)
 
 
@@ -644,15 +645,16 @@ class Solver:
         self._chunks[calls] = leaf.chunks
         which, chunk = _grid(*leaf.times.shape[:2])
         times = leaf.times[which, chunk].T
-        bytes_, work = self.memory.leaf(engine, facts, calls), times[1] * facts[1, which]
+        bytes_, busy = self.memory.leaf(engine, facts, calls), times[1] * problem.held_share(calls)
+        work = busy * facts[1, which]
         useful = self._useful(facts) & self.memory.fits(calls, bytes_)
         self.memory.settle(calls, bytes_)
-        keep = np.flatnonzero(self._is_promising(calls, times[1], times[1], work, facts[1, which]) & useful[which])
-        which, times, work = which[keep], times[:, keep], work[keep]
+        keep = np.flatnonzero(self._is_promising(calls, times[1], busy, work, facts[1, which]) & useful[which])
+        which, times, busy, work = which[keep], times[:, keep], busy[keep], work[keep]
         values = np.zeros((self._num_pools + _NUM_TIMES + self.memory.width, len(which)))
         values[facts[0, which].astype(np.int64), np.arange(len(which))] = facts[1, which]
         values[self._times][:3] = times
-        values[self._times][3] = times[1] * bool(problem.workload.staleness)
+        values[self._times][3] = busy * bool(problem.workload.staleness)
         values[self._times][4] = leaf.grains[chunk[keep]]
         values[self._times][5] = rigid_of(members, facts[5])[which]
         values[self._bytes] = bytes_.reshape(self.memory.width, -1)[:, which]
@@ -815,7 +817,7 @@ class Solver:
     def _pruned(self, calls: int, front: Front) -> Front:
         """Prune a front. Of whole plans only the step time matters; several are kept, since not all may have places on the devices."""
         if calls == self.problem.graph.everything and not self._has_ends:
-            best = np.argsort(self._objective(self._read(front)), kind="stable")[:_MOST_WHOLE]
+            best = np.argsort(self._objective(self._read(front)), kind="stable")[: max(_MOST_WHOLE, self._most_rows)]
             return front.take(np.sort(best))
         if not self._most_rows:
             self._compared_left -= len(front)
@@ -939,8 +941,8 @@ class Solver:
         return self._objective(through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions))
 
     def _objective(self, whole: Times) -> FloatArray:
-        staleness = self.problem.workload.staleness
-        return whole.total if not staleness else np.maximum(whole.busy, whole.total / (staleness + 1))
+        problem = self.problem
+        return np.maximum(whole.busy, whole.total / problem.steps_under_way) if problem.workload.staleness else whole.total
 
 
 def option_of(problem: Problem, engine: EngineId, row: IntArray) -> Option:

@@ -35,19 +35,19 @@ from m2flow.planner.problem import (
     Options,
     Problem,
     Sync,
-    chunks_of,
     facts_of,
     options_near,
     pin_of,
-    rigid_of,
 )
 from m2flow.planner.workload import (
     DRAINS,
     Times,
+    chunks_of,
     end_of,
     in_turns,
     num_minibatches,
     outside_call,
+    rigid_of,
     side_by_side,
     through_functions,
     zero_times,
@@ -279,7 +279,8 @@ def leaf_of(problem: Problem, calls: int, option: int, chunk: int) -> Leaf:
     (engine,) = problem.graph.engines(calls)
     chosen = problem.options.of[engine][option]
     first, total, last = leaf.times[option, chunk]
-    times = Times(first, total, last, total, leaf.grains[chunk], rigid_of(members, np.asarray(chosen.is_swapped, np.float64)))
+    busy, rigid = total * problem.held_share(calls), rigid_of(members, np.asarray(chosen.is_swapped, np.float64))
+    times = Times(first, total, last, busy, leaf.grains[chunk], rigid)
     return Leaf(engine, tuple(call.name for call in members), chosen, leaf.chunks[chunk], times)
 
 
@@ -321,8 +322,7 @@ def step_s_of(problem: Problem, whole: Times) -> FloatArray:
     total = np.maximum(fed.first + whole.total, fed.total + end_of(whole, whole.grain))
     step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy), whole.grain, whole.rigid)
     step = through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions)
-    staleness = problem.workload.staleness
-    return np.maximum(step.busy, step.total / (staleness + 1)) if staleness else step.total
+    return np.maximum(step.busy, step.total / problem.steps_under_way) if problem.workload.staleness else step.total
 
 
 def _least_times(problem: Problem, node: Node) -> Times:
@@ -330,7 +330,8 @@ def _least_times(problem: Problem, node: Node) -> Times:
         leaf, calls = problem.leaf(sum(problem.graph.bits[name] for name in node.names)), [problem.calls[name] for name in node.names]
         first, total, last = leaf.times.min(axis=1).T
         rigid = rigid_of(calls, problem.facts(node.engine)[5])
-        return Times(first, total, last, total, np.full_like(total, leaf.grains.min()), rigid)
+        busy = total * problem.held_share(sum(problem.graph.bits[name] for name in node.names))
+        return Times(first, total, last, busy, np.full_like(total, leaf.grains.min()), rigid)
     a, b, cut = _least_times(problem, node.first), _least_times(problem, node.second), node.cut
     fed = through_functions(a, cut.functions, problem.calls, problem.functions)
     combine = in_turns if node.how == TURNS else side_by_side
@@ -693,7 +694,7 @@ class Book:
         if found is None or np.isnan(found[:, 0]).any():
             found = self._filled(calls, rows)[rows, chunks]
         first, total, last, rigid = found.T
-        return Times(first, total, last, total, self._grains[calls][chunks], rigid)
+        return Times(first, total, last, total * self.problem.held_share(calls), self._grains[calls][chunks], rigid)
 
     def _filled(self, calls: int, rows: IntArray) -> FloatArray:
         """The times of a leaf with those of some rows, and how it may share its devices, [rows, chunks, 4]; those not asked for are nan."""

@@ -45,7 +45,9 @@ and what is moved to the host and back would be so for each chunk. A part that d
 its input was there.
 
 With staleness, steps overlap: `busy` is how long a part holds its devices in each step: T of what takes turns, the longest of what is
-split. A step then takes max(busy, T/(staleness + 1)), since a sample waits for the update of staleness + 1 steps before.
+split. A step then takes max(busy, T/(staleness + 1)), since a sample waits for the update of staleness + 1 steps before. With a staleness
+s of 2 or more the batches of s steps may be generated at once, so that long samples of one leave room to others. They end together, and
+the next ones begin as they are trained on: T = l = e of s batches, busy = T/s, a step takes max(busy, T/s). Both ways are searched.
 
 A row of a `Front` is one plan for some of the calls. `values` are its devices (by pool), its times and its memory; `ties` is what it has
 fixed for the rest of the plan, -1 where nothing. A row is dropped if another with the same ties is no worse in any value, since every
@@ -76,9 +78,6 @@ from m2flow.errors import PlanError
 from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, Layout, StageOrder, Switch
 from m2flow.planner.explaining import no_room
 from m2flow.planner.workload import (
-    DRAINS,
-    FREE,
-    MOVES,
     BatchTimes,
     CallLoad,
     Draws,
@@ -86,8 +85,9 @@ from m2flow.planner.workload import (
     Instances,
     LentRollout,
     Workload,
+    chunks_and_grains,
+    drains,
     function_times,
-    legal_chunks,
     num_minibatches,
     outside_call,
 )
@@ -516,7 +516,7 @@ def leaf_times(
     assert engine is not None
     if not any(call.num_samples for call in calls):
         return LeafTimes((1,), np.zeros((len(options), 1, TIMES)), np.zeros(1))
-    chunks, grains = _chunks_and_grains(tuple(calls))
+    chunks, grains = chunks_and_grains(tuple(calls))
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
     total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))
     first = sum((t[..., 1] for t in each[: range(len(each))[shown]]), each[shown][..., 0])
@@ -524,26 +524,6 @@ def leaf_times(
     last = each[0][..., 2] + sum(after, np.zeros(each[0].shape[:2]))
     come, leave = np.array([(option.come_s, option.leave_s) for option in options]).reshape(-1, 2).T[..., None]
     return LeafTimes(chunks, np.stack([first + come, total + come + leave, last + leave], axis=-1), grains)
-
-
-@functools.lru_cache(maxsize=256)
-def _chunks_and_grains(calls: tuple[CallLoad, ...]) -> tuple[tuple[int, ...], FloatArray]:
-    """The chunk sizes of calls, and what share of the batch each is."""
-    some, chunks = [call for call in calls if call.num_samples], chunks_of(calls)
-    each = [[min(1.0, chunk / call.num_samples, 1 / num_minibatches(call)) for chunk in chunks] for call in some]
-    return chunks, np.max(each, axis=0)
-
-
-def chunks_of(calls: Sequence[CallLoad]) -> tuple[int, ...]:
-    """The chunk sizes that are legal for all of some calls, ascending."""
-    if not any(call.num_samples for call in calls):
-        return (1,)
-    return tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
-
-
-def drains(calls: Sequence[CallLoad]) -> bool:
-    """Whether of calls on one engine some begin only when others have ended."""
-    return len(calls) > 1 and (any(call.work == "generate" for call in calls) or any(call.is_barrier for call in calls[1:]))
 
 
 def call_times(
@@ -620,13 +600,6 @@ def _passes(
         return np.stack([np.zeros_like(pass_s), pass_s, np.zeros_like(pass_s)], axis=-1)
     optimizer = np.array([train.optimizer_s for train in trains])[:, None] * call.num_optimizer_steps
     return np.stack([total := pass_s * call.num_epochs + optimizer, total, total - pass_s / num_minibatches(call)], axis=-1)
-
-
-def rigid_of(calls: Sequence[CallLoad], is_swapped: FloatArray) -> FloatArray:
-    """How a leaf may share its devices with others, in options that are swapped (1) or stay (0)."""
-    if drains(calls):
-        return np.full_like(is_swapped, DRAINS)
-    return np.full_like(is_swapped, MOVES) if any(call.work == "generate" for call in calls) else np.where(is_swapped > 0, MOVES, FREE)
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -781,6 +754,8 @@ class Problem:
     most_chunks: int = 0
     """Chunk sizes to try for a leaf: the whole batch, and with `chunk_step` 2 a quarter of it and so on, with 1 a half; 0: all."""
     chunk_step: int = 2
+    num_batches: int = 1
+    """Batches of successive steps that are generated at once (`at_once`)."""
     lent: dict[tuple[object, ...], list[LentRollout]] = field(default_factory=dict)
     """Cache of `dynamic_program`: rollouts with lent devices."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
@@ -893,6 +868,24 @@ class Problem:
         found.counts, found.most_chunks, found.chunk_step, found._leaves = counts, most_chunks, chunk_step, {}
         found.__dict__.pop("options", None)
         return found
+
+    def at_once(self, num_batches: int) -> Problem:
+        """The same problem where the batches of so many steps are generated at once."""
+        found = replace(self, num_batches=num_batches, lent={}, _leaves={}, _known_times={})
+        together = {batch: batch.at_once(num_batches) for batch in self.batches.values()}
+        generates = {call.name for call in self.workload.calls if call.work == "generate"}
+        found.batches = {name: together[batch] if name in generates else batch for name, batch in self.batches.items()}
+        return found
+
+    def held_share(self, calls: int) -> float:
+        """The share of their time for which calls of an engine hold its devices in each step."""
+        generates = self.num_batches > 1 and any(call.work == "generate" for call in self.graph.members(calls))
+        return 1 / self.num_batches if generates else 1.0
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps in whose time a sample must be generated, and trained on."""
+        return self.num_batches if self.num_batches > 1 else self.workload.staleness + 1
 
     def with_options(self, options: Options) -> Problem:
         """The same problem with these options, in all chunk sizes."""

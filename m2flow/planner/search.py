@@ -67,7 +67,7 @@ from m2flow.planner.plan_tree import (
     ways_in,
     ways_of,
 )
-from m2flow.planner.problem import Cut, FloatArray, IntArray, Option, Options, Problem, rigid_of
+from m2flow.planner.problem import Cut, FloatArray, IntArray, Option, Options, Problem
 from m2flow.planner.workload import (
     FREE,
     Draws,
@@ -75,6 +75,7 @@ from m2flow.planner.workload import (
     Workload,
     in_turns,
     num_minibatches,
+    rigid_of,
     side_by_side,
     through_functions,
     total_side_by_side,
@@ -259,7 +260,7 @@ class CountTable:
         (of all or none if `is_frugal` says so)."""
         merit = values[_MERIT] + self._price * values[_KEPT] * (_IS_FRUGAL if is_frugal is None else is_frugal)
         if any(needs & calls for i, needs in enumerate(self._problem.graph.direct) if not calls >> i & 1):
-            merit[..., :-1, :] += values[0, ..., :-1, :] / (self._problem.workload.staleness + 1)
+            merit[..., :-1, :] += values[0, ..., :-1, :] / self._problem.steps_under_way
         return np.asarray(merit)
 
     def _leaf(self, calls: int) -> FloatArray:
@@ -291,7 +292,7 @@ class CountTable:
             every[..., (fine < grid[0]) | (fine > self._counts[-1] + self.step)] = NEVER
             nearest = every[1].argmin(axis=-1)[None, ..., None]
             here[:3] = np.take_along_axis(every, nearest, axis=-1)[..., 0]
-            here[3], here[4], here[5] = here[1], leaf.grains[chunks][:, None], rigid[at]
+            here[3], here[4], here[5] = here[1] * problem.held_share(calls), leaf.grains[chunks][:, None], rigid[at]
             here[_MERIT], here[_KEPT], here[_BUSIEST] = self._merit(here[1], here[3]), facts[2, at], facts[3, at]
             here[_ORIGIN] = -1 - ((at * (self._whole + 1) + np.arange(self._whole)[:, None]) * num + np.arange(num))
         values[:_ORIGIN, ..., below < 0] = NEVER
@@ -307,8 +308,8 @@ class CountTable:
         return np.asarray(np.ceil(size / replicas) * replicas / size)
 
     def _merit(self, total: FloatArray, busy: FloatArray) -> FloatArray:
-        staleness = self._problem.workload.staleness
-        return np.asarray(total if not staleness else np.maximum(busy, total / (staleness + 1)))
+        problem = self._problem
+        return np.asarray(np.maximum(busy, total / problem.steps_under_way) if problem.workload.staleness else total)
 
     def _parts(self, some: list[tuple[int, int, Cut, int]]) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Rows of the first parts, their times with functions after them, and rows of the second, [values, cuts, 3, paces, counts]."""
@@ -419,7 +420,7 @@ _MANY_CALLS = 8
 _MOST_DEVICES = 512
 """Units above which the first plan found is taken."""
 _MOST_CHUNKS = 4
-_MOST_ROWS, _MORE_ROWS = 16, 56
+_MOST_ROWS, _MORE_ROWS, _MANY_ROWS = 16, 56, 1600
 """Rows kept of a front in a quick search; more where memory is short, which needs them, and where devices are few."""
 _FEW_PAIRS = 40_000
 """Pairs of rows of all cuts, from which the number of rows of the last search follows above `_MOST_DEVICES`."""
@@ -546,23 +547,30 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
 
 
 def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT), *, is_alone: bool = False) -> list[Found]:
-    """Find the best plans of several searches, fastest first: unconstrained, confined to each mode, and with lent devices.
+    """Find the best plans of several searches, fastest first: unconstrained, confined to each mode, with lent devices, of several batches.
 
     A quick search keeps some of the rows only, so that a free one may lose what one that has less to look at finds.
 
     Raises:
         PlanError: there is none.
     """
+    batches = problem.workload.staleness if SPLIT in hows else 0
     with infrequent_gc():
-        search = _Search.of(problem)
-        found = search.finished(search.of_modes(is_alone=is_alone) if len(hows) > 1 else [(search.best(hows), hows)])
-        if not found:
+        each = [_searched(one, hows, is_alone=is_alone) for one in (problem, *([problem.at_once(batches)] if batches > 1 else []))]
+        if not (found := sorted(itertools.chain.from_iterable(each), key=lambda one: one.step_s)):
             raise problem.no_room()
-        if len(hows) > 1 and search.lends:
-            lent = search.lent(found[0])
-            found = [lent, *found] if lent else found
         bounds = tuple(min(alike, key=lambda bound: bound.seconds) for alike in zip(*(one.bounds for one in found), strict=True))
-        return [replace(one, bounds=bounds, is_cut=search.budget.has_cut) for one in found]
+        is_exact = all(some[0].is_exact for some in each if some)
+        return [replace(one, bounds=bounds, is_cut=any(some.is_cut for some in found), is_exact=one.is_exact and is_exact) for one in found]
+
+
+def _searched(problem: Problem, hows: Sequence[int], *, is_alone: bool) -> list[Found]:
+    """`best_plans` of one problem; none if there is none."""
+    search = _Search.of(problem)
+    found = search.finished(search.of_modes(is_alone=is_alone) if len(hows) > 1 else [(search.best(hows), hows)])
+    if found and len(hows) > 1 and search.lends and (lent := search.lent(found[0])):
+        found = [lent, *found]
+    return [replace(one, is_cut=search.budget.has_cut) for one in found]
 
 
 @dataclass(frozen=True)
@@ -887,8 +895,9 @@ class _Search:
     def _mixed(self, tables: Tables, known_s: float) -> Found | None:
         """The best plan that mixes turns and splits; None if there is none. Where the tables have no good one, more rows may have."""
         tables = _only(tables, lambda hows: hows == {TURNS, SPLIT})
-        if tables.steps_s.min(initial=np.inf) > _MUCH_SLOWER * known_s and not self.budget.is_over():
-            tables = _only(self._tables((TURNS, SPLIT), np.inf, _MORE_ROWS, self.price), lambda hows: hows == {TURNS, SPLIT})
+        for rows in (_MORE_ROWS, *((_MANY_ROWS,) if self.is_small else ())):
+            if tables.steps_s.min(initial=np.inf) > _MUCH_SLOWER * known_s and not self.budget.is_over():
+                tables = _only(self._tables((TURNS, SPLIT), np.inf, rows, self.price), lambda hows: hows == {TURNS, SPLIT})
         found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
         near = self.climbed(found) if found and not self.is_small else found
         return near if near and near.mode == "hybrid" else found

@@ -27,6 +27,7 @@ its agent is counted likewise, by a line through what recorded episodes of other
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import Counter
@@ -350,6 +351,8 @@ IntArray = npt.NDArray[np.int64]
 _ENOUGH_SAMPLES = 512
 """Least number of samples drawn; smaller batches are drawn several times, since their longest sample varies."""
 _MOST_DRAWS = 8
+_RENEWAL_POINTS, _RENEWAL_LENGTHS = 96, 4
+"""Points up to the longest sample, and how many times as long the renewal function is followed; from there on it is straight."""
 _MOST_POINTS = 96
 """Points of a release, and values of k in the k-longest bound."""
 
@@ -427,7 +430,7 @@ class Draw:
         if id(ways) in self._known:
             return self._known[id(ways)][1]
         tokens, longest = float(self.responses.sum()), float(self.responses.max(initial=0))
-        even = (ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num) * self.away.own
+        even = (ways.step_s * self._decode_steps(ways.slots) + ways.sample_s * tokens / ways.num) * self.away.own
         decode = np.maximum(even, self.k_longest_s(ways))
         if waits_s := longest * self.away.token_s + self.away.episode_s:
             each = np.minimum(tokens / ways.num, longest * ways.max_running)
@@ -438,6 +441,40 @@ class Draw:
         self._known.clear()
         self._known[id(ways)] = ways, seconds
         return seconds
+
+    def _decode_steps(self, slots: FloatArray) -> FloatArray:
+        """Decode steps until the last sample ends, where samples begin in the order of their prompts as slots become free.
+
+        With m samples to a slot all are busy for as many steps as M(t) = m - 1, the renewal function of the lengths; then those that run
+        end, of which some have begun lately and are long.
+
+        Source: Cox, Renewal Theory, 1962; list scheduling as Graham 1966, which the scheduler does where lengths are not known.
+        """
+        num, longest = len(self._ascending), float(self.responses.max(initial=0))
+        found, few = np.full(len(slots), longest), np.flatnonzero(slots < num)
+        if len(few) and longest:
+            tokens, (steps, ended) = float(self._ascending.sum()), self._renewals
+            more, mean = num / slots[few] - 1, tokens / num
+            after = np.minimum(np.searchsorted(ended, more * (1 - 1e-9)), len(ended) - 1)  # The first point at which so many have.
+            rise = ended[after] - ended[after - 1]
+            full = steps[after] - (ended[after] - more) * np.where(more > ended[-1], mean, (steps[1] - steps[0]) / np.maximum(rise, 1e-9))
+            begun = np.geomspace(1.0, longest, _MOST_POINTS // 2)
+            each = slots[few, None] * begun / mean  # So many began since, of which the longest is their largest quantile.
+            at = np.minimum(num - 1, (each / (each + 1) * num).astype(np.int64))
+            left = (self._ascending[at] - begun).max(axis=1)
+            found[few] = np.maximum(full + np.maximum(left, 1.0), np.maximum(longest, tokens / slots[few]))
+        return found
+
+    @cached_property
+    def _renewals(self) -> tuple[FloatArray, FloatArray]:
+        """Decode steps, and how many samples have ended on average by then in a slot that always has one, [points] each."""
+        longest, num = float(self._ascending[-1]), _RENEWAL_POINTS
+        steps = np.linspace(0.0, _RENEWAL_LENGTHS * longest, _RENEWAL_LENGTHS * num + 1)
+        ended = np.diff(np.searchsorted(self._ascending, steps, side="right"), prepend=0) / len(self._ascending)
+        found = np.cumsum(ended)
+        for i in range(1, len(found)):  # M(t) = F(t) + the sum of M(t - u) f(u)
+            found[i] += float(found[max(0, i - num) : i][::-1] @ ended[1 : min(i, num) + 1])
+        return steps, found
 
     def prefill_s(self, ways: Instances) -> FloatArray:
         """Seconds of prefill; a group's prompt is prefilled once."""
@@ -475,6 +512,8 @@ class BatchTimes:
             return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]), call.away)
 
         self._draw = functools.cache(draw)
+        self._together: tuple[Draw, ...] = ()
+        """Of several batches at once, each of them one draw."""
         self.draws = tuple(draw(step) for step in range(num_draws))
         self.num_samples = call.num_samples
         whole = np.concatenate([(draw.responses + draw.prompts[:, None]).ravel() for draw in self.draws]).astype(np.float64)
@@ -493,8 +532,19 @@ class BatchTimes:
         """At least so many draws, the batch's own first, for choices that must suit different steps."""
         return self.draws + tuple(self._draw(step) for step in range(len(self.draws), num))
 
+    def at_once(self, num: int) -> BatchTimes:
+        """The rollout of so many batches together, which all leave at its end."""
+        every = self.several(max(num, len(self.draws) // num * num))
+        groups = [every[first : first + num] for first in range(0, len(every) // num * num, num)]
+        found = copy.copy(self)
+        found._together = tuple(
+            Draw(np.concatenate([one.responses for one in some]), np.concatenate([one.prompts for one in some]), some[0].away)
+            for some in groups
+        )
+        return found
+
     def rollout_s(self, ways: Instances) -> FloatArray:
-        return np.asarray(np.mean([draw.seconds(ways) for draw in self.draws], axis=0))
+        return np.asarray(np.mean([draw.seconds(ways) for draw in self._together or self.draws], axis=0))
 
     def longest_s(self, ways: Instances) -> FloatArray:
         return np.asarray(np.mean([draw.longest_alone_s(ways) for draw in self.draws], axis=0))
@@ -508,10 +558,13 @@ class BatchTimes:
         longest = float(np.mean([draw.responses.max(initial=0) for draw in self.draws]))
         away = self.draws[0].away
         waits_s = longest * away.token_s + away.episode_s
-        return np.asarray((ways.step_s + ways.sample_s * share) * longest * away.own + waits_s)
+        alone = np.asarray((ways.step_s + ways.sample_s * share) * longest * away.own + waits_s)
+        return alone if not self._together else self.rollout_s(ways)
 
     def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
         """Start of the linear release that is nowhere earlier than the true one, in chunks of whole groups, [ways, chunks]."""
+        if self._together:
+            return np.repeat(self.rollout_s(ways)[:, None], len(groups_in_chunk), axis=1)
         found = []
         for draw in self.draws:
             releases_s = draw.releases_s(ways)
@@ -582,6 +635,33 @@ class Times:
 FREE, MOVES, DRAINS = 0.0, 1.0, 2.0
 """How a part may share its devices with another: trainers that stay on them can alternate with other trainers, chunk by chunk; all else
 works to its end before another begins. Of a part that drains some begins only when some other has ended, so it hands on nothing before."""
+
+
+def chunks_of(calls: Sequence[CallLoad]) -> tuple[int, ...]:
+    """The chunk sizes that are legal for all of some calls, ascending."""
+    if not any(call.num_samples for call in calls):
+        return (1,)
+    return tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
+
+
+@functools.lru_cache(maxsize=256)
+def chunks_and_grains(calls: tuple[CallLoad, ...]) -> tuple[tuple[int, ...], FloatArray]:
+    """The chunk sizes of calls, and what share of the batch each is."""
+    some, chunks = [call for call in calls if call.num_samples], chunks_of(calls)
+    each = [[min(1.0, chunk / call.num_samples, 1 / num_minibatches(call)) for chunk in chunks] for call in some]
+    return chunks, np.max(each, axis=0)
+
+
+def drains(calls: Sequence[CallLoad]) -> bool:
+    """Whether of calls on one engine some begin only when others have ended."""
+    return len(calls) > 1 and (any(call.work == "generate" for call in calls) or any(call.is_barrier for call in calls[1:]))
+
+
+def rigid_of(calls: Sequence[CallLoad], is_swapped: FloatArray) -> FloatArray:
+    """How a leaf may share its devices with others, in options that are swapped (1) or stay (0)."""
+    if drains(calls):
+        return np.full_like(is_swapped, DRAINS)
+    return np.full_like(is_swapped, MOVES) if any(call.work == "generate" for call in calls) else np.where(is_swapped > 0, MOVES, FREE)
 
 
 def zero_times() -> Times:

@@ -63,7 +63,7 @@ def test_every_summand_of_a_step_has_a_name_and_none_is_rounding(seed: int) -> N
     assert all(part.what and part.seconds > 1e-12 * choice.predicted_step_s for part in choice.parts)
 
 
-@pytest.mark.parametrize("seed", [1, 3, 4, 5, 7, 8, 9])
+@pytest.mark.parametrize("seed", range(12))
 def test_no_plan_of_a_larger_step_is_below_a_bound(seed: int) -> None:
     problem = random_problem(seed, num_calls=5, num_ways=3, staleness=seed % 3)
     try:

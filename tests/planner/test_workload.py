@@ -1,14 +1,16 @@
 """What a step of a flow asks of the machines: every flow of flows/, and what is contracted, named and counted."""
 
+import heapq
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, load_flow, steps
 from m2flow.errors import SpecError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.planner.cost_model import shapes_of
-from m2flow.planner.workload import CallLoad, Extent, Workload, extents_of, workload_of
+from m2flow.planner.workload import CallLoad, Draw, Extent, Instances, Workload, extents_of, workload_of
 from m2flow.rollout_scheduling.lengths import parse_lengths
 from m2flow.spec import LAPTOP, ClusterSpec, FunctionSpec
 
@@ -211,3 +213,19 @@ def test_a_critic_and_a_reference_have_the_samples_that_they_are_asked_about() -
     work = workload_of(graph, LAPTOP)
     extents = extents_of(work, shapes_of(models, LAPTOP))
     assert extents["critic"] == extents["reference"] == extents["policy"]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0, 2.0])
+@pytest.mark.parametrize("text", ["lognormal:median=4096,sigma=0.8,cap=16384", "lognormal:median=2000,sigma=1,cap=16384,icc=0.7", "same"])
+def test_more_samples_than_slots_take_as_long_as_in_the_order_of_their_prompts(text: str, share: float) -> None:
+    """Each begins in the slot that is free first; of some thousand, the lengths of which are not known, some long one begins last."""
+    lengths = np.full((64, 8), 1000) if text == "same" else parse_lengths(text).draw(256, 8, 0)
+    slots = int(share * lengths.size)
+    free = [0] * slots
+    for length in lengths.ravel():
+        heapq.heapreplace(free, free[0] + int(length))
+    one, none = np.ones(1), np.zeros(1)
+    ways = Instances(one, none, none, one * slots, one, none, none, none)
+    found = Draw(lengths, np.zeros(len(lengths), np.int64)).seconds(ways)
+    waves = 0.1 if text == "same" else 0.0  # Of samples that are all alike the last wave is seldom full.
+    assert found[0] == pytest.approx(max(free), rel=0.08 + waves)

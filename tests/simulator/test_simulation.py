@@ -11,7 +11,7 @@ import pytest
 from cost_tables import NOTHING, PlainCosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated import T0, T1, Given, Ran, cluster, decodes, evaluated, leased, plain, ran, stale
+from simulated import T0, T1, Given, Ran, cluster, decodes, evaluated, leased, plain, ran, stale, zero
 
 from m2flow import Chat, Dataset, Policy, Reward, Sample, agent, flow, log, steps
 from m2flow.errors import InternalError
@@ -529,3 +529,42 @@ def test_a_judge_on_devices_of_its_own_works_while_others_play_and_one_in_the_pr
     assert together.makespans[0] > apart.makespans[0] + 2.0
     assert sum(map(len, apart.history.sample_runs.values())) == 6, "a judge's turns are no samples of its own"
     assert apart.totals.idle_s["tool"] > 0
+
+
+APART = ClusterSpec(
+    pools={"gpus": PoolSpec(device="h100", devices_per_node=5)},
+    rollout=RolloutSpec(engine="fake"),
+    train=TrainSpec(engine="fake"),
+    pin={"rollout": PinSpec(num_devices=4), "train": PinSpec(num_devices=1)},
+)
+
+
+@flow(staleness="lag")
+def lagging(num_steps: int = 24, batch: int = 64, n: int = 4, lag: int = 1) -> None:
+    policy, reward = Policy("fake"), Reward(zero)
+    prompts = Dataset([{"prompt": "a"}] * batch)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=8000)
+        policy.update(responses, advantages=reward.score(responses))
+
+
+HEAVY = parse_lengths("lognormal:median=1000,sigma=0.9,cap=8000,prompt=0")
+
+
+@pytest.mark.parametrize(
+    ("lag", "slots", "train_s"),
+    [(0, 64, 0.05), (0, 24, 0.05), (0, 8, 0.01), (1, 64, 0.2), (2, 64, 0.05), (4, 64, 0.05), (2, 16, 0.05), (4, 16, 0.2)],
+)
+def test_steps_are_predicted_as_they_are_simulated_with_waves_of_samples_and_with_batches_of_several_steps(lag, slots, train_s):
+    """256 samples over four instances: all at once, or more than there are slots; on policy, and with steps that overlap."""
+    costs = PlainCosts(
+        decoding=DecodeCost(0.01, 0.0003, 0.0, slots), training=TrainCost(NOTHING, PassCost(0.0, 0.0, 0.0, sample_s=train_s), 0.0)
+    )
+    spec = APART.model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=slots)})
+    options, num_steps = {"lag": lag}, 24
+    graph, models, _ = trace(lagging, options, steps=2)
+    choice = find_plan(workload_of(graph, spec), HEAVY, costs, spec, is_alone=True)
+    program = follow_program(lagging, options, steps=num_steps)
+    simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, HEAVY)
+    each = [simulated.history.periods[step].makespan_s for step in range(4, num_steps - 4)]
+    assert choice.predicted_step_s == pytest.approx(np.mean(each), rel=0.2)

@@ -60,6 +60,8 @@ class Price:
 
 
 class Oracle:
+    """Tries every plan of a problem, as it is; `best_s` also with the batches of several steps at once, where staleness allows it."""
+
     def __init__(self, problem: Problem) -> None:
         self.p = problem
         calls = problem.workload.calls
@@ -83,7 +85,9 @@ class Oracle:
         return found
 
     def best_s(self) -> float:
-        best = np.inf
+        staleness = self.p.workload.staleness
+        several = Oracle(self.p.at_once(staleness)).best_s() if staleness > 1 and self.p.num_batches == 1 else np.inf
+        best = several
         for tree in shapes(self.device, self.p, self.needs):
             best = min(best, self.tree_s(tree))
         return best
@@ -127,6 +131,10 @@ class Oracle:
         options: list[Option] = self.p.options.of[self._engine(names)]
         return np.array([of(option) for option in options])[self.chosen[names]]
 
+    def _share(self, names: Names) -> float:
+        generates = any(call.work == "generate" for call in self.p.workload.calls if call.name in names)
+        return 1 / self.p.num_batches if generates else 1.0
+
     def _rigid(self, names: Names) -> np.ndarray:
         calls = [call for call in self.p.workload.calls if call.name in names]
         generates = any(call.work == "generate" for call in calls)
@@ -147,7 +155,7 @@ class Oracle:
         ]
         place = str(engine) if self.by_engine[engine] - names else ""
         return Price(
-            t[:, 0], t[:, 1], t[:, 2], t[:, 1], grains[rows[:, 1]], self._rigid(names),
+            t[:, 0], t[:, 1], t[:, 2], t[:, 1] * self._share(names), grains[rows[:, 1]], self._rigid(names),
             {pool: size * (where == pool) for pool in self.p.pools},
             {place: {pool: [fact * (where == pool) for fact in facts] for pool in self.p.pools}},
             {}, names, np.ones(len(rows), bool),
@@ -320,4 +328,4 @@ class Oracle:
         t = (whole.l, np.maximum(l + whole.T, T + end), whole.e, np.maximum(whole.busy, busy), whole.g, whole.rigid)
         _, T, _, busy, _, _ = self._through(t, trailing)
         k = self.p.workload.staleness
-        return np.maximum(busy, T / (k + 1)) if k else T
+        return np.maximum(busy, T / (self.p.num_batches if self.p.num_batches > 1 else k + 1)) if k else T
