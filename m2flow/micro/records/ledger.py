@@ -138,6 +138,8 @@ class Ledger:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._committed_s = time.monotonic()
         self._lock = threading.RLock()
+        self._failure: sqlite3.Error | None = None
+        """Why a write failed, after which the ledger takes no others: what they follow is not in it."""
         self.before_commit: list[Callable[[], None]] = []
         """Hooks called before each commit, to write into the same transaction."""
 
@@ -166,7 +168,7 @@ class Ledger:
             self._committed_s = time.monotonic()
 
     def _end_transaction(self) -> None:
-        if self._db.in_transaction:  # SQLite rolls it back itself where a write failed, as on a full disk; whoever wrote has the error.
+        if self._db.in_transaction:
             self._run("COMMIT")
 
     def _gather(self) -> None:
@@ -334,8 +336,9 @@ class Ledger:
         self._run("UPDATE attempts SET reapplied = reapplied + 1 WHERE number=?", (number,))
 
     def attempt_ended(self, number: int, reason: str) -> None:
-        """Record the end of an attempt: `done`, or the reason of its failure."""
-        self._run("UPDATE attempts SET ended=?, reason=? WHERE number=?", (time.time(), reason, number))
+        """Record the end of an attempt: `done`, or the reason of its failure. This needs nothing of a transaction that was lost."""
+        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+            self._db.execute("UPDATE attempts SET ended=?, reason=? WHERE number=?", (time.time(), reason, number))
 
     def change(self, statement: str, values: Sequence[object] = ()) -> None:
         """Run any other statement that changes the ledger."""
@@ -370,12 +373,28 @@ class Ledger:
             return all(self._db.execute("SELECT 1 FROM samples WHERE id=?", (packed,)).fetchone() for packed in ids)
 
     def _run(self, statement: str, values: Sequence[object] = ()) -> None:
-        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+        with self._writing():
             self._db.execute(statement, values)
 
     def _many(self, statement: str, records: Sequence[Sequence[object]]) -> None:
-        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+        with self._writing():
             self._db.executemany(statement, records)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Where a write fails, as on a full disk, the transaction is lost, often by SQLite's own doing. A later statement would then be
+        committed alone, like `knows`, which says that samples are in the ledger.
+        """
+        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                yield
+            except sqlite3.Error as error:
+                self._failure = error
+                if self._db.in_transaction:
+                    self._db.rollback()
+                raise
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import resource
 import sqlite3
 from dataclasses import replace
 from io import StringIO
@@ -16,7 +17,7 @@ from one_thread import commit_every, imaged, resumed
 from rich.console import Console
 
 from m2flow import Dataset, Policy, Reward, flow, nll, steps
-from m2flow.errors import EngineError, InternalError
+from m2flow.errors import EngineError, HostError, InternalError
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
@@ -262,6 +263,33 @@ def test_a_ledger_is_opened_again_with_what_it_had(tmp_path):
     again.open()
     again.close()
     assert len(list(read_samples(tmp_path))) == 2
+
+
+def test_nothing_is_written_to_a_ledger_after_what_a_full_disk_refused(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.open()
+    ledger.attempt_began(0, "", 0)
+    ledger.commit(durably=True)
+    ledger.before_commit.append(lambda: ledger.knows({"rollout-0.seg": 100}))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "ledger.db-wal").stat().st_size + 4096, limits[1]))
+    try:
+        ledger.logged(1, "in a transaction that does not fit" * 1000, 1.0)
+        with pytest.raises(HostError, match="can't write the ledger"):
+            ledger.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(HostError, match="can't write the ledger"):
+        ledger.logged(1, "after it", 1.0)
+    with pytest.raises(HostError, match="can't write the ledger"):
+        ledger.commit()
+    ledger.attempt_ended(0, "the disk is full")
+    with pytest.raises(HostError, match="can't write the ledger"):
+        ledger.close()
+    with reading_ledger(tmp_path) as db:
+        assert db.execute("SELECT count(*) FROM logs").fetchone() == (0,)
+        assert db.execute("SELECT count(*) FROM known").fetchone() == (0,), "what it says to be in the ledger is not"
+        assert db.execute("SELECT reason FROM attempts").fetchone() == ("the disk is full",)
 
 
 def test_the_records_of_a_run_are_read_whatever_its_directory_is_called(tmp_path: Path) -> None:
