@@ -151,13 +151,24 @@ def leftovers(run: display.Watched, *, was_there: bool, goes_on: str) -> str:
     if not tally.num_samples and was_there:
         return f"  What it had before is in {run.run_dir}."
     if not tally.num_samples:
-        again = f"; to go on: {goes_on}" if goes_on and (run.run_dir / "ledger.db").exists() else ""
+        again = f"; to go on: {goes_on}" if goes_on and _has_record(run.run_dir) else ""
         return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}{again}."
     done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
     return (
         f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"
         f"  What was done when: m2flow view {run.run_dir}{f'; to go on: {goes_on}' if goes_on else ''}"
     )
+
+
+def _has_record(run_dir: Path) -> bool:
+    """Whether a resume finds a record of the flow. There is none if the disk was full before the ledger's tables were made."""
+    from m2flow.micro.records.flow_record import read_record
+
+    try:
+        read_record(run_dir)
+    except SpecError:
+        return False
+    return True
 
 
 def can_go_on(error: BaseException) -> bool:

@@ -350,3 +350,16 @@ def edited() -> None:
     assert "Put back what was changed, and resume" in said
     assert "plan FLOW --out" not in said
     assert "to go on" not in said
+
+
+def test_of_a_run_whose_ledger_found_no_room_nobody_says_that_it_goes_on(tmp_path: Path) -> None:
+    flow_file = Path(__file__).parents[3] / "flows" / "grpo.py"
+    limited = ["bash", "-c", 'ulimit -f 32; exec "$@"', "-", sys.executable, "-m", "m2flow", "run", str(flow_file)]
+    begun = programs.run([*limited, "--runs-dir", str(tmp_path)], timeout=240)
+    said = begun.stdout + begun.stderr
+    assert "HostError: can't write the records of the run" in said
+    assert "No sample was generated yet" in said
+    assert "to go on" not in said
+    (run_dir,) = tmp_path.iterdir()
+    resumed = programs.run([sys.executable, "-m", "m2flow", "run", "--resume", str(run_dir)], timeout=240)
+    assert "begin it anew" in resumed.stderr
