@@ -567,7 +567,7 @@ class Run:
         backend = PlannedBackend(self.flow.name, self._lowering, self._controller, futures, self._journal, ahead)
         try:
             self._start(self._controller)
-            start = self._begin()
+            start = self._begin(self._controller.unix_ns)
             begin = backend.begin_checkpoint
             checkpointing = CheckpointingBackend(
                 self._replayed(backend), coordinator, begin=begin, end=lambda step: None, num_over=lambda: futures.num_well
@@ -584,9 +584,13 @@ class Run:
         finally:
             self._controller.close()
 
-    def _begin(self) -> float:
-        """Note the time at which the measured part of the run begins, and return it (`time.monotonic`)."""
-        self._start_ns = time.time_ns()
+    def _begin(self, at_ns: int) -> float:
+        """Note that the measured part of the run begins, and return when it does (`time.monotonic`).
+
+        Args:
+            at_ns: the same time by the clock of the trace, from which the host's may have departed since the workers were started.
+        """
+        self._start_ns = at_ns
         return time.monotonic()
 
     def _start(self, controller: Controller) -> None:
@@ -635,7 +639,7 @@ class Run:
             self._loading = {worker.name: worker.loads for worker in plan.workers if worker.loads}
             executor.open()
             self._loading = {}
-            start = self._begin()
+            start = self._begin(executor.unix_ns)
             backend = EagerBackend(executor, journal)
             checkpointing = CheckpointingBackend(
                 self._replayed(backend), coordinator, begin=lambda due: None, end=save, num_over=journal.num_well

@@ -1,9 +1,14 @@
-"""In split mode rewards and micro-batches run while the rest of the same step still generates: seen in the trace of real processes."""
+"""In split mode rewards and micro-batches run while the rest of the same step still generates: seen in the trace of real processes. What
+each of them was busy for does not depend on the host's clock."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
+import pytest
+from fake_clusters import FAKES
 from tiny_models import save_config
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
@@ -65,3 +70,13 @@ def test_a_flow_that_looks_at_each_result_overlaps_nothing(tmp_path: Path) -> No
 
     assert beside_generation(spans, "train.accumulate") == 0
     assert beside_generation(spans, "function.call") == 0
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_what_was_busy_is_known_whatever_is_done_to_the_clock_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    real, hours = time.time_ns, itertools.count()
+    monkeypatch.setattr(time, "time_ns", lambda: real() + next(hours) * 3600 * 10**9)
+    run = Run(skewed, {"model": "fake", "num_prompts": 4}, FAKES, RunSettings(runs_dir=str(tmp_path), eager=eager))
+    assert sum(run.execute().busy_s.values()) > 0

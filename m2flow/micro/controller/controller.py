@@ -188,6 +188,11 @@ class Controller:
     _updating: UpdateSteps | None = None
 
     @property
+    def unix_ns(self) -> int:
+        """The time by the clock of the trace."""
+        return self._supervisor.heartbeats.unix_ns
+
+    @property
     def starting(self) -> Mapping[str, str]:
         """What each worker loads; empty once all are up."""
         return {} if self._supervisor.is_ready else self._starting

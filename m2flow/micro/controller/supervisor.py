@@ -256,10 +256,10 @@ class HeartbeatMetrics:
 
     def heard(self, worker: str, peer: str, heartbeat: m.Heartbeat) -> None:
         """Answer a heartbeat from this peer of the link, and store its counters."""
-        at_ns = self._now_ns()
+        at_ns = self.unix_ns
         if heartbeat.sent_ns:
             with contextlib.suppress(BrokenChannel):  # It has just ended.
-                self._answer(peer, m.encode(m.Echo(heartbeat.sent_ns, at_ns, self._now_ns())))
+                self._answer(peer, m.encode(m.Echo(heartbeat.sent_ns, at_ns, self.unix_ns)))
         process = self._processes.setdefault(worker, _Process())
         if heartbeat.exchange is not None:
             process.clock.add(Exchange(*heartbeat.exchange))
@@ -315,7 +315,9 @@ class HeartbeatMetrics:
         process.clock_counted_ns = at_ns
         return [("clock offset s", clock.offset_ns / 1e9), ("clock error s", clock.error_ns / 1e9)]
 
-    def _now_ns(self) -> int:
+    @property
+    def unix_ns(self) -> int:
+        """Nanoseconds since 1970 by the controller's clock: steps of the host's, after the controller was made, are not in it."""
         return now_ns() + self._anchor_ns
 
 

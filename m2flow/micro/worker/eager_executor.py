@@ -51,7 +51,7 @@ from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.micro.records.segments import Place, Scratch, SegmentReader, SegmentWriter, scan_segments, scratch_name
 from m2flow.micro.worker.engine_host import EngineHost
 from m2flow.micro.worker.weight_sync import WeightSettings, checks_of
-from m2flow.observe.spans import Recorder, SpanBlock
+from m2flow.observe.spans import Recorder, SpanBlock, now_ns
 from m2flow.recipe import Model
 from m2flow.samples import Batch, SampleId, by_group, group_key, make_ids
 from m2flow.spec import ClusterSpec, RunSettings
@@ -502,6 +502,11 @@ class EagerExecutor:
         self._running = RunningEpisodes(run_dir / "segments")
         self._segments = SegmentWriter(run_dir / "segments", EAGER)
         self._journal = journal
+
+    @property
+    def unix_ns(self) -> int:
+        """The time by the clock of the trace."""
+        return now_ns() + self._recorder.anchor_ns
 
     def open(self) -> None:
         if self._repeated is not None:
