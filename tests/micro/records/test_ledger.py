@@ -274,7 +274,7 @@ def test_nothing_is_written_to_a_ledger_after_what_a_full_disk_refused(tmp_path:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "ledger.db-wal").stat().st_size + 4096, limits[1]))
     try:
-        ledger.logged(1, "in a transaction that does not fit" * 1000, 1.0)
+        ledger.logged(1, "x" * 1_000_000, 1.0)
         with pytest.raises(HostError, match="can't write the ledger"):
             ledger.commit()
     finally:
