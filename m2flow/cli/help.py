@@ -318,13 +318,20 @@ def _texts() -> dict[str, functools.partial[str]]:
     for path, field in (*_spec_fields(spec.ClusterSpec), *_spec_fields(spec.RunSettings)):
         add(path, _text_of_field, path, field)
     for context in commands():
-        add(context.command_path.removeprefix("m2flow").strip(), context.command.get_help, context)
+        name = context.command_path.removeprefix("m2flow").strip()
+        add(name, context.command.get_help, context)
+        if found[name].func is _text_of_name:
+            found[name] = functools.partial(_text_of_both, found[name], name)
     for name, policy in POLICIES.items():
         add(name, _text_of_policy, name, policy)
     for module, names in ELSEWHERE.items():
         for name in names.split():
             add(name, _text_of_elsewhere, f"{module}:{name}")
     return found
+
+
+def _text_of_both(of_python: Callable[[], str], command: str) -> str:
+    return f"{of_python().rstrip()}\n\nFor the command of this name: m2flow {command} --help"
 
 
 def _is_warning(value: object) -> bool:

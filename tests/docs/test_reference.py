@@ -313,3 +313,9 @@ def test_the_page_of_modules_has_every_docstring() -> None:
     assert len(files) > 200
     assert not [str(path) for path, text in zip(files, said, strict=True) if text and text not in page]
     assert "## m2flow.micro.scheduler.scheduler\n" in page
+
+
+@pytest.mark.parametrize("name", ["run", "plan", "simulate"])
+def test_help_of_a_function_names_the_command_that_is_called_the_same(name: str) -> None:
+    assert help_of(name).endswith(f"\n\nFor the command of this name: m2flow {name} --help")
+    assert f"\nUsage: m2flow {name}" not in help_of(name)
