@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import socket
 import sys
 from collections import Counter
@@ -106,7 +107,7 @@ def init_command(file: Path, address: str | None, *, force: bool) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(_HEAD.format(what=what, name=name, file=file) + body)
     load_cluster(file)
-    click.echo(f"{file}: {what}\nNext: m2flow cluster check {file}")
+    click.echo(f"{file}: {what}\nNext: m2flow cluster check {shlex.quote(str(file))}")
 
 
 def _describe_this_machine() -> tuple[str, str]:
@@ -228,7 +229,7 @@ def scale_command(run: str, change: str, runs_dir: Path, patience_s: float) -> N
             raise SpecError(
                 f"the run in {run_dir} is over", now="Only a run that goes on can change its workers: begin another one with m2flow run."
             )
-        now = f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
+        now = f"`m2flow run --resume {shlex.quote(str(run_dir))}` takes it up again, with its spec's workers."
         raise SpecError(f"the run in {run_dir} has stopped: {state.reason}", now=now)
     if state.name == "simulated":
         raise SpecError(

@@ -20,6 +20,7 @@ import ast
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -225,7 +226,9 @@ class RunCommand(PlannedCommand):
         if target is None or not target.partition(":")[0].endswith(".py"):  # Any other positional argument is the value of a flow's option.
             args = [config.flow, *args]
         elif target != config.flow:
-            raise OptionError(f"{target} is not the flow of {run}, which is {config.flow}", now=f"Say only: m2flow run {_OPTION} {run}")
+            raise OptionError(
+                f"{target} is not the flow of {run}, which is {config.flow}", now=f"Say only: m2flow run {_OPTION} {shlex.quote(str(run))}"
+            )
         if config.is_of_session:
             now = f"Define the flow there again, and call m2flow.run(flow, resume={str(config.run_dir)!r})."
             raise SpecError(f"{run} can't be resumed from here: {config.why_no_flow()}", now=now)
@@ -436,7 +439,7 @@ def _conclude(run: Run, summary: Summary, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(summary.as_dict()))
     if run.why_in_vain:
-        now = f"What became of each sample, and why: m2flow samples {summary.run_dir} --life"
+        now = f"What became of each sample, and why: m2flow samples {shlex.quote(summary.run_dir)} --life"
         raise Failure(FlowError(f"the run is over, and {run.why_in_vain}", now=now))
 
 
@@ -479,7 +482,7 @@ def _execute(run: Run, console: Console, *, is_eager: bool, is_quiet: bool, is_r
     try:
         return execute_watched(run, console, progress, is_eager=is_eager, is_quiet=is_quiet, ends_process=_owns_process())
     except (RunInterrupted, Exception) as error:
-        goes_on = f"m2flow run --resume {run.run_dir}" if can_go_on(error) else ""
+        goes_on = f"m2flow run --resume {shlex.quote(str(run.run_dir))}" if can_go_on(error) else ""
         left = leftovers(run, was_there=is_resumed, goes_on=goes_on)
         if isinstance(error, RunInterrupted):
             raise Failure(error, left) from None

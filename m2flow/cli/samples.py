@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -237,7 +238,7 @@ def _comparison(found: list[Rescored], run: str, function: str) -> list[str]:
     most = [one for one in sorted(found, key=lambda one: -abs(one.change)) if one.change][:_MOST_CHANGED]
     if most:
         lines.append("changed most: " + ", ".join(f"{one.sample} ({one.before:.4g} to {one.now:.4g})" for one in most))
-        lines.append(f"look at one: m2flow samples {run} --where \"sample = '{most[0].sample}'\" --life")
+        lines.append(f"look at one: m2flow samples {shlex.quote(str(run))} --where \"sample = '{most[0].sample}'\" --life")
     return lines
 
 

@@ -33,6 +33,7 @@ import contextlib
 import functools
 import io
 import itertools
+import shlex
 import sys
 import threading
 from collections import Counter
@@ -716,7 +717,9 @@ def read_structure(path: Path) -> tuple[PinnedCall, ...]:
     try:
         return tuple(_read_plan(path.read_bytes()).structure)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise SpecError(f"{path} is no plan to pin a run to: {error}", now=f"Make one: m2flow plan FLOW --json > {path}") from None
+        raise SpecError(
+            f"{path} is no plan to pin a run to: {error}", now=f"Make one: m2flow plan FLOW --json > {shlex.quote(str(path))}"
+        ) from None
 
 
 class _Plan(msgspec.Struct):

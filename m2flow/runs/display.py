@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import threading
 import time
 from collections import deque
@@ -136,10 +137,11 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
     efficiency = final_efficiency(Path(summary.run_dir))
     if efficiency is not None:
         rows.append(("efficiency", f"{efficiency:.0%} of the bound that no schedule of its steps can beat"))
-    rows += [("run", summary.run_dir), ("next", f"m2flow view {summary.run_dir}")]
+    here = shlex.quote(summary.run_dir)
+    rows += [("run", summary.run_dir), ("next", f"m2flow view {here}")]
     if efficiency is not None:
-        rows.append(("", f"m2flow samples {summary.run_dir}    what the model said, with its rewards"))
-        rows.append(("", f"m2flow analyze {summary.run_dir}    where the time went, and what would be faster"))
+        rows.append(("", f"m2flow samples {here}    what the model said, with its rewards"))
+        rows.append(("", f"m2flow analyze {here}    where the time went, and what would be faster"))
     width = max(len(name) for name, _ in rows)
     _print(console, "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows))
 

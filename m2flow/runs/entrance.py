@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -156,7 +157,7 @@ def leftovers(run: display.Watched, *, was_there: bool, goes_on: str) -> str:
     done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
     return (
         f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"
-        f"  What was done when: m2flow view {run.run_dir}{f'; to go on: {goes_on}' if goes_on else ''}"
+        f"  What was done when: m2flow view {shlex.quote(str(run.run_dir))}{f'; to go on: {goes_on}' if goes_on else ''}"
     )
 
 

@@ -6,6 +6,7 @@ Real runs in processes of their own. Where the model does not matter, a fake one
 import contextlib
 import json
 import re
+import shlex
 import signal
 import socket
 import sqlite3
@@ -263,6 +264,17 @@ def test_an_interrupted_run_stops_in_order_and_says_what_is_on_disk(place: Path,
     assert sum(1 for _ in read_samples(run_dir(place))) >= 8
     assert workers(place) == []
     assert not [path for path in shared if path.exists()]
+
+
+def test_the_commands_that_a_run_names_can_be_given_to_a_shell_whatever_its_directory_is_called(place: Path) -> None:
+    said = run(place, "--cluster", "fakes.yaml", "--runs-dir", "my runs' $HOME", "--set", "reward=raises", status=1)
+    (made,) = (place / "my runs' $HOME").iterdir()
+    for begin in (": m2flow view ", "to go on: m2flow run --resume "):
+        (named,) = shlex.split(said.partition(begin)[2].splitlines()[0].partition("; to go on")[0])
+        assert named == str(made.relative_to(place))
+    done = programs.run(command("--cluster", "fakes.yaml", "--runs-dir", "other runs"), cwd=place)
+    (made,) = (place / "other runs").iterdir()
+    assert f" m2flow view '{made.relative_to(place)}'\n" in done.stdout + done.stderr
 
 
 def test_a_run_can_be_interrupted_while_its_workers_start(place: Path) -> None:

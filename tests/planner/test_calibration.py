@@ -24,7 +24,6 @@ from m2flow.planner.workload import extents_of
 from m2flow.runs.cluster_file import load_cluster
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")
 
 
@@ -34,8 +33,11 @@ def calibration() -> ModuleType:
     assert place is not None
     assert place.loader is not None
     module = importlib.util.module_from_spec(place)
-    sys.modules["calibration"] = module
-    place.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patched:  # A flow is called `search` too, and may have been loaded.
+        patched.syspath_prepend(str(ROOT / "benchmarks"))
+        patched.delitem(sys.modules, "search", raising=False)
+        patched.setitem(sys.modules, "calibration", module)
+        place.loader.exec_module(module)
     return module
 
 

@@ -16,6 +16,7 @@ the cost model's, corrected by the model's error where the engines are. Limits: 
 from __future__ import annotations
 
 import queue
+import shlex
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class OnlineReplanning:
                 "controller",
                 f"by what the run has measured, a {comparison.best.mode} placement is predicted to take {comparison.gain:.0%} less time "
                 f"a step than this one ({comparison.best.predicted_step_s:.3g} s, not {comparison.here.predicted_step_s:.3g} s); "
-                f"to have it, stop the run: m2flow run --resume {self._run_dir} --cluster {path}",
+                f"to have it, stop the run: m2flow run --resume {shlex.quote(str(self._run_dir))} --cluster {shlex.quote(str(path))}",
             )
         before = dict(self._hysteresis.shares)
         shares = self._hysteresis.other_shares(comparison)

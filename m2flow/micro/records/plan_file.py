@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,8 @@ class Origin:
         if self.sha256 and _checksum(file) != self.sha256:
             raise SpecError(
                 f"{file} has changed since the plan {plan_file} was made of it",
-                now=f"Make a new plan (m2flow plan {self.flow} --out {plan_file}), or hold the old one against the flow as it is now: "
+                now=f"Make a new plan (m2flow plan {shlex.quote(str(self.flow))} --out {shlex.quote(str(plan_file))}), "
+                "or hold the old one against the flow as it is now: "
                 f"{usage.replace('FLOW', self.flow, 1)}",
             )
         return self.flow
@@ -107,7 +109,7 @@ def read_origin(plan_file: Path, usage: str) -> Origin:
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(
             f"the plan {plan_file} can't be read: {error.strerror if isinstance(error, OSError) else error}",
-            now=f"Make one: m2flow plan FLOW --out {plan_file}",
+            now=f"Make one: m2flow plan FLOW --out {shlex.quote(str(plan_file))}",
         ) from None
     found = document.get(KEY) if isinstance(document, dict) else None
     if found is None and (plan_file.parent / "config.json").is_file():
@@ -141,7 +143,7 @@ def read_plan(path: Path) -> Plan:
     Raises:
         SpecError: it can't be read, or is no plan; with the place of the field.
     """
-    now = f"Make one: m2flow plan FLOW --out {path}"
+    now = f"Make one: m2flow plan FLOW --out {shlex.quote(str(path))}"
     try:
         body = path.read_bytes()
     except OSError as error:

@@ -33,6 +33,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import sqlite3
@@ -558,7 +559,7 @@ def _require(here: _Here) -> None:
     if owner.token != here.token:
         raise SpecError(
             f"the run was taken over by {owner.directory} on {owner.host}",
-            now=f"It goes on there; `m2flow run --resume {here.directory}` takes it up once that has ended.",
+            now=f"It goes on there; `m2flow run --resume {shlex.quote(str(here.directory))}` takes it up once that has ended.",
         )
 
 
