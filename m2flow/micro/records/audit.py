@@ -75,6 +75,8 @@ class Facts:
     run_dir: Path
     is_over: bool
     """The run ended well and wrote its final weights."""
+    first_repeated: int | None
+    """The first call that the last attempt does not have from its checkpoint; None if there was one attempt."""
     calls: Mapping[int, CallFact]
     record: Mapping[int, CallRecord]
     """The calls as the program made them, by ordinal."""
@@ -180,9 +182,11 @@ def _facts(run_dir: Path, db: sqlite3.Connection, record: Mapping[int, CallRecor
     for sample, call in db.execute("SELECT sample, call FROM filtered"):
         filtered.setdefault(sample, []).append(call)
     where = "SELECT id, call, prompt, member, num_tokens, num_generated, finish, segment, offset, size, checksum FROM samples"
+    resumed = db.execute("SELECT num_calls FROM attempts WHERE number > 0 ORDER BY number DESC LIMIT 1").fetchone()
     return Facts(
         run_dir=run_dir,
         is_over=any((run_dir / "checkpoints" / "final").glob("*")),
+        first_repeated=None if resumed is None else resumed[0],
         calls={ordinal: CallFact(*rest) for ordinal, *rest in db.execute("SELECT ordinal, step, name, site, state, error FROM calls")},
         record=record,
         num_rows=dict(db.execute("SELECT call, num_rows FROM cursors")),
@@ -286,6 +290,9 @@ _STATES = ("pending", "done", "failed")
 def calls_are_those_of_the_program(facts: Facts) -> Iterator[str]:
     for kind, known in (("the program's record", facts.record), ("the calls", facts.calls)):
         missing = sorted(set(range(max(known, default=-1))) - set(known))
+        if known is facts.calls and facts.first_repeated is not None and not facts.is_over:
+            # A resume forgets calls that were not over, until it repeats them; it may have ended before.
+            missing = [ordinal for ordinal in missing if ordinal < facts.first_repeated or ordinal not in facts.record]
         if missing:
             yield f"{kind} lack {missing[:5]}, before {max(known)}"
     for ordinal in facts.record.keys() & facts.calls.keys():

@@ -14,6 +14,9 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, nll, reinforce, steps
 from m2flow.cli.main import cli
 from m2flow.errors import OpError, RewardError, SpecError
 from m2flow.micro.records.audit import audit
+from m2flow.micro.records.journal import Journal
+from m2flow.micro.records.resume import read_resume_state
+from m2flow.micro.records.rundir import reading_ledger
 from m2flow.runner.run import Run
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
@@ -173,6 +176,23 @@ def test_damage_is_found_by_the_check_that_looks_for_it(sound, tmp_path, damage)
     db.close()
     found = audit(tmp_path / "run")
     assert any(broken.name.startswith(check) for broken in found.checks if not broken.holds), str(found)
+
+
+def test_a_run_whose_resume_ended_before_it_repeated_anything_is_not_called_broken(sound, tmp_path):
+    shutil.copytree(sound, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with sqlite3.connect(tmp_path / "run" / "ledger.db") as db:
+        (update,) = db.execute("SELECT min(update_call) FROM consumption").fetchone()
+        db.execute("UPDATE calls SET state='pending' WHERE ordinal=?", (update,))
+        db.execute("UPDATE attempts SET ended=NULL, reason=NULL")
+    db.close()
+    resumed = Journal(tmp_path / "run", read_resume_state(tmp_path / "run", lambda said: None), keeps=True)
+    resumed.open()
+    resumed.close()
+    with reading_ledger(tmp_path / "run") as db:
+        assert db.execute("SELECT 1 FROM calls WHERE ordinal=?", (update,)).fetchone() is None
+    (calls,) = [check for check in audit(tmp_path / "run").checks if check.name.startswith("the calls are")]
+    assert calls.holds, calls
 
 
 def test_a_damaged_and_a_missing_segment_are_found(sound, tmp_path):
