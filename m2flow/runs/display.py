@@ -336,6 +336,8 @@ class Rates:
 
     def add(self, now_s: float, tally: Tally) -> tuple[float, float]:
         num_tokens, num_samples = tally.num_tokens - tally.tokens_before, tally.num_samples - tally.samples_before
+        if self._seen and num_samples < self._seen[-1][2]:  # A trainer was lost: the run has resumed, and counts from there.
+            self._seen.clear()
         self._seen.append((now_s, num_tokens, num_samples))
         while now_s - self._seen[0][0] > _WINDOW_S:
             self._seen.popleft()

@@ -460,6 +460,13 @@ def test_a_sparkline_has_bounded_width_and_ignores_what_is_not_finite() -> None:
     assert len(sparkline([float(i) for i in range(1000)], width=30)) == 30
 
 
+def test_rates_begin_anew_where_a_run_goes_on_from_an_earlier_point() -> None:
+    rates = Rates()
+    rates.add(1.0, Tally(num_tokens=500, num_samples=50))
+    assert rates.add(2.0, Tally(num_tokens=400, num_samples=40, tokens_before=400, samples_before=40)) == (0.0, 0.0)
+    assert rates.add(3.0, Tally(num_tokens=410, num_samples=42, tokens_before=400, samples_before=40)) == (10.0, 2.0)
+
+
 def test_rates_are_over_the_last_moments_only() -> None:
     rates = Rates()
     rates.add(0.0, Tally())  # Before it has read what was there when the run was taken up again.
