@@ -167,9 +167,13 @@ class JournalRecords(Records):
                 self._journal.taken_in(message.segment[0], start_of(message.segment))
 
     def dispatched(self, worker: str, task: m.Generate) -> None:
-        """Record that a worker is given samples; only resumed ones are new to the ledger."""
+        """Record that a worker is given samples; only resumed ones are new to the ledger. Where their prompts were made in the run, these
+        are committed first, as a resume goes on with the samples.
+        """
         if task.had:
             self._journal.samples_went_on(task.call, task.ids, task.had, worker)
+        if any(ref.call not in self.calls or self.calls[ref.call].engine != "source" for _, ref in self.calls[task.call].inputs):
+            self._journal.make_certain()
 
     def decided(self, decision: SampleDecision) -> None:
         """Record the scheduler's decision about samples."""

@@ -324,8 +324,16 @@ class Ledger:
         self._run("INSERT OR REPLACE INTO results VALUES (?,?)", (call, np.asarray(ids, "<i8").tobytes()))
 
     def mark(self, name: str, value: int) -> None:
-        """Store a position in a file beside the ledger, for `read_mark`."""
+        """Store a number that an attempt which goes on from here needs."""
         self._run("INSERT OR REPLACE INTO marks VALUES (?,?)", (name, value))
+
+    def unmark(self, name: str) -> None:
+        """Remove a mark."""
+        self._run("DELETE FROM marks WHERE name=?", (name,))
+
+    def is_marked(self, name: str) -> bool:
+        """Whether there is this mark."""
+        return bool(self.select("SELECT 1 FROM marks WHERE name=?", (name,)))
 
     def attempt_began(self, number: int, checkpoint: str, num_calls: int) -> None:
         """Record the begin of an attempt at the run, from a checkpoint that includes the first `num_calls` calls."""

@@ -15,6 +15,7 @@ from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.macro.graph import Call, Granularity, Site
 from m2flow.micro.records.accounting import MetricNames, bias_of_run
+from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.sample_query import SampleQuery
 from m2flow.observe.metrics import read_metrics
 from m2flow.samples import Finish
@@ -187,6 +188,20 @@ def test_lines_keep_the_names_of_their_length_bias_in_a_run_that_is_resumed_betw
         resumed(_trained_on_all_and_on_half, {}, spec, settings, image)
         found = read_metrics(image)
         assert not [name for name in found if name.startswith("update_1/")], image
-        # What a killed run had not written yet of an update that it had recorded is missing.
-        assert {num for _, num in found.get("lengths/trained_num", [])} <= {6.0}, image
-        assert {num for _, num in found.get("update_2/lengths/trained_num", [])} <= {3.0}, image
+        assert [num for _, num in found["lengths/trained_num"]] == [6.0] * 3, image
+        assert [num for _, num in found["update_2/lengths/trained_num"]] == [3.0] * 3, image
+
+
+def test_the_length_bias_of_an_update_that_ended_just_before_its_run_was_killed_is_written_by_the_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_every(monkeypatch, 0.0)
+    spec, settings = fake_cluster("split", workers=1), RunSettings(runs_dir=str(tmp_path / "runs"), checkpoint_steps=100)
+    with monkeypatch.context() as killed:
+        killed.setattr(Journal, "_compare_lengths", lambda journal: None)
+        _, images = imaged(_trained_on_all_and_on_half, {}, spec, settings, tmp_path / "images", most=64)
+    for image in images.paths[3::8]:
+        resumed(_trained_on_all_and_on_half, {}, spec, settings, image)
+        found = read_metrics(image)
+        assert [num for _, num in found["lengths/trained_num"]] == [6.0] * 3, image
+        assert [num for _, num in found["update_2/lengths/trained_num"]] == [3.0] * 3, image
