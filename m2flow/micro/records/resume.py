@@ -18,6 +18,7 @@ that can't be read is made again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ EAGER = "eager"
 _KILLED = "the run was killed"
 _GIVEN_UP = "its call was given up, and was made again"
 _OTHERWISE = "the program made other calls when it went on"
+_ANEW = "the record does not have the update that made its weights, which was made again"
 _UNREADABLE = "its record could not be read"
 
 
@@ -148,7 +150,11 @@ class Resumption:
         for found in records:
             rows = reader.read(found.place)
             counts = call_semantics.num_generated_of(rows), call_semantics.num_noted_of(rows)
+            anew = self._of_what_is_made_again(found, rows)
             for packed, count, num_noted in zip(rows.ids.tolist(), *counts, strict=True):
+                if packed in anew:
+                    self._ledger.lost({packed: count} if found.kind is not Kind.RUNNING else {}, worker_of(found.place[0]), _ANEW)
+                    continue
                 written = _Written(found.kind is Kind.FINISHED, count, num_noted, found)
                 if packed not in best or written[:3] > best[packed][:3]:
                     best[packed] = written
@@ -164,6 +170,26 @@ class Resumption:
         for found in given_up:
             rows = reader.read(found.place)
             self._given_up(found.call, dict(zip(rows.ids.tolist(), map(int, rows.dense("num_generated")), strict=True)))
+
+    def _of_what_is_made_again(self, found: Found, rows: Batch) -> set[int]:
+        """The samples of a record with tokens of weights whose update is not over in the ledger: it is made again, perhaps from others.
+
+        A process commits what its weights were made from before it samples from them (`m2flow.micro.records.journal`); but a copy of the
+        ledger may be older than the segments beside it.
+        """
+        if not 0 <= found.call < len(self._calls) or "versions" not in rows:
+            return set()
+        role = self._calls[found.call].name.rpartition(".")[0]
+        spans_of = zip(rows.ids.tolist(), version_spans_of(rows), strict=True)
+        return {
+            packed for packed, of in spans_of if any(f"{role}.weights@{one.version}" in self._open_versions for one in of if not one.by)
+        }
+
+    @functools.cached_property
+    def _open_versions(self) -> frozenset[str]:
+        """What is written by calls that are not over."""
+        still = [call for call in self._calls if call.ordinal not in self._done]
+        return frozenset(effect.removeprefix("writes ") for call in still for effect in call.effects if effect.startswith("writes "))
 
     def _adds(self, sample: int, written: _Written) -> bool:
         """Whether a record of an unfinished sample has more than the ledger's."""

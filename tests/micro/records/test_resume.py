@@ -152,6 +152,25 @@ def test_a_resumed_run_goes_on_with_no_tokens_but_those_of_its_own_weights_and_p
         assert (repeated.samples_sha256, repeated.weights_sha256) == (went_on.samples_sha256, went_on.weights_sha256), image
 
 
+@pytest.mark.parametrize("program", [takes_over, ahead], ids=lambda program: program.name)
+def test_segments_that_are_newer_than_the_ledger_add_no_tokens_of_weights_that_are_made_again(tmp_path, monkeypatch, program):
+    """As in a copy of a run in its storage, whose ledger was copied first."""
+    commit_every(monkeypatch, 0.0)
+    settings, spec = settings_of("split", tmp_path).model_copy(update={"checkpoint_steps": 100}), fake_cluster("split", workers=2)
+    _, images = imaged(program, {}, spec, settings, tmp_path / "images", most=64)
+    num_later, num = 0, len(images.paths)
+    for number in range(num // 4, num // 2, 4):
+        image, newer = images.paths[number], images.paths[number + num // 3]
+        shutil.rmtree(image / "segments")
+        shutil.copytree(newer / "segments", image / "segments")
+        went_on = resumed(program, {}, spec, settings, image, order_seed=number)
+        num_later += len(_table(image, "SELECT 1 FROM lost WHERE reason LIKE 'the record does not have%'"))
+        eager = settings_of("eager", tmp_path)
+        repeated = Run(program, {}, spec, eager, decisions=read_decisions(image), repeats=image).execute()
+        assert (repeated.samples_sha256, repeated.weights_sha256) == (went_on.samples_sha256, went_on.weights_sha256), image
+    assert num_later > 0
+
+
 def check_made_of_what_is_known(image: Path) -> int:
     """The ledger knows that the calls are over which made the weights and prompts of what is in the segments; how many records that is."""
     if not (image / "segments").exists():
