@@ -149,6 +149,8 @@ class Refill:
         """Every earlier position is judged, and none of them is an error."""
         self._kept: list[int] = []
         """Positions kept among those."""
+        self._num_judged_good = 0
+        """Groups to keep among all that are judged."""
         self._num_allowed = min(count, num_candidates)
         self._num_certain = count
         """If all unjudged groups were kept, the last one that is needed would be among so many."""
@@ -187,6 +189,7 @@ class Refill:
         if position in self._verdicts:
             return
         self._verdicts[position] = verdict
+        self._num_judged_good += verdict is True
         if verdict is False and position < self._num_certain:
             self._num_certain += 1
             while self._verdicts.get(self._num_certain - 1) is False:
@@ -210,9 +213,8 @@ class Refill:
 
     def _allow(self) -> None:
         """Allow as many prompts as are needed if groups are kept as often as so far."""
-        num_kept = sum(verdict is True for verdict in self._verdicts.values())
-        share = (num_kept + 1) / (len(self._verdicts) + 1)
-        missing = self._count - num_kept
+        share = (self._num_judged_good + 1) / (len(self._verdicts) + 1)
+        missing = self._count - self._num_judged_good
         if missing > 0:
             wanted = len(self._verdicts) + math.ceil(missing / share)
             self._num_allowed = min(max(self._num_allowed, wanted), self._num_candidates)

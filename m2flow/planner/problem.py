@@ -791,7 +791,7 @@ class Problem:
         found, limits = {}, dict[str, int]()
         for call in self.workload.calls:
             limits[call.name] = call.max_new_tokens or max((limits.get(name, 0) for name in call.after), default=0)
-            shape = call.num_prompts, call.num_per_prompt, limits[call.name], call.away
+            shape = call.num_prompts, call.num_per_prompt, limits[call.name], call.away, call.num_kept
             if shape not in made:
                 made[shape] = BatchTimes(call, self.lengths, limit=limits[call.name])
             found[call.name] = made[shape]

@@ -8,11 +8,12 @@ A call on handles alone (`rewards - beta * kl`) costs next to nothing and is con
 
 A rollout of W tokens, longest sample L, on n instances with B slots each takes
 
-    T = max( t0 max(L, W/(n B)) + t1 W/n,  k-longest bound ) + prefill/n + entering and leaving
+    T = max( t0 Z + t1 W/n,  k-longest bound ) + prefill/n + entering and leaving
 
-with work spread evenly and the longest sample anywhere. A group is released when its last member has ended. The search adds up times as
-straight lines, so a release is given by the line from (0, l) to (last chunk, T) that no chunk is later than: a plan can keep what
-it promises, and for a convex release (a long tail, all samples running from the start) nothing is lost.
+with work spread evenly and the longest sample anywhere, in the Z decode steps in which samples end that begin in order (`InOrder`): L where
+there are slots for all. Groups of a refill begin as verdicts allow it (`Refill`). A group is released when its last member has ended. The
+search adds up times as straight lines, so a release is given by the line from (0, l) to (last chunk, T) that no chunk is later than: a plan
+can keep what it promises, and for a convex release (a long tail, all samples running from the start) nothing is lost.
 
 Given lengths are those of the models that the step trains; other models (a judge) are assumed to use all that they are allowed to.
 
@@ -42,11 +43,13 @@ import numpy.typing as npt
 
 from m2flow.errors import SpecError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.refill import Refill
 from m2flow.micro.lowering.passes import accumulation_unit, legal_stages
 from m2flow.micro.lowering.placement import is_apart
 from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, EngineId, FunctionCost
 from m2flow.planner.model_shapes import ModelShape
 from m2flow.recipe import Sampling
+from m2flow.rollout_scheduling.decode_model import InOrder, judged_steps
 from m2flow.rollout_scheduling.lengths import Lengths
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
@@ -93,6 +96,8 @@ class CallLoad(msgspec.Struct, frozen=True):
     """Tokens of a micro-batch."""
     max_new_tokens: int = 0
     """The token limit of a generate call."""
+    num_kept: int = 0
+    """Groups that a refill keeps of its prompts; 0: it is none."""
     prompt_bytes: float = 0.0
     """Mean size of the prompts' texts, of a generate call on a dataset."""
     is_played: bool = False
@@ -265,6 +270,7 @@ class _Step:
             is_barrier=stage.is_barrier or waits,
             after=tuple(names[ordinal] for ordinal in sorted(after)),
             is_played="agent" in call.options,
+            num_kept=cast(int, call.options["refill"]) if call.is_gated else 0,
         )
         if call.method == "update":
             size, epochs = call.options["minibatch_size"], cast(int, call.options["epochs"])
@@ -351,8 +357,8 @@ IntArray = npt.NDArray[np.int64]
 _ENOUGH_SAMPLES = 512
 """Least number of samples drawn; smaller batches are drawn several times, since their longest sample varies."""
 _MOST_DRAWS = 8
-_RENEWAL_POINTS, _RENEWAL_LENGTHS = 96, 4
-"""Points up to the longest sample, and how many times as long the renewal function is followed; from there on it is straight."""
+_REFILLS = 3
+"""Random choices of the groups that a refill keeps, over which its time is averaged."""
 _MOST_POINTS = 96
 """Points of a release, and values of k in the k-longest bound."""
 
@@ -394,6 +400,8 @@ class Draw:
     prompts: IntArray
     """[P]."""
     away: Away = Away()  # noqa: RUF009
+    num_kept: int = 0
+    """As of `CallLoad`."""
 
     _known: dict[int, tuple[Instances, FloatArray]] = field(default_factory=dict, repr=False)
     """Cache of `seconds` by the id of the ways, which are kept alive; used by itself and for releases."""
@@ -442,39 +450,29 @@ class Draw:
         self._known[id(ways)] = ways, seconds
         return seconds
 
-    def _decode_steps(self, slots: FloatArray) -> FloatArray:
-        """Decode steps until the last sample ends, where samples begin in the order of their prompts as slots become free.
-
-        With m samples to a slot all are busy for as many steps as M(t) = m - 1, the renewal function of the lengths; then those that run
-        end, of which some have begun lately and are long.
-
-        Source: Cox, Renewal Theory, 1962; list scheduling as Graham 1966, which the scheduler does where lengths are not known.
-        """
-        num, longest = len(self._ascending), float(self.responses.max(initial=0))
-        found, few = np.full(len(slots), longest), np.flatnonzero(slots < num)
-        if len(few) and longest:
-            tokens, (steps, ended) = float(self._ascending.sum()), self._renewals
-            more, mean = num / slots[few] - 1, tokens / num
-            after = np.minimum(np.searchsorted(ended, more * (1 - 1e-9)), len(ended) - 1)  # The first point at which so many have.
-            rise = ended[after] - ended[after - 1]
-            full = steps[after] - (ended[after] - more) * np.where(more > ended[-1], mean, (steps[1] - steps[0]) / np.maximum(rise, 1e-9))
-            begun = np.geomspace(1.0, longest, _MOST_POINTS // 2)
-            each = slots[few, None] * begun / mean  # So many began since, of which the longest is their largest quantile.
-            at = np.minimum(num - 1, (each / (each + 1) * num).astype(np.int64))
-            left = (self._ascending[at] - begun).max(axis=1)
-            found[few] = np.maximum(full + np.maximum(left, 1.0), np.maximum(longest, tokens / slots[few]))
-        return found
+    @cached_property
+    def _in_order(self) -> InOrder:
+        return InOrder(self._ascending)
 
     @cached_property
-    def _renewals(self) -> tuple[FloatArray, FloatArray]:
-        """Decode steps, and how many samples have ended on average by then in a slot that always has one, [points] each."""
-        longest, num = float(self._ascending[-1]), _RENEWAL_POINTS
-        steps = np.linspace(0.0, _RENEWAL_LENGTHS * longest, _RENEWAL_LENGTHS * num + 1)
-        ended = np.diff(np.searchsorted(self._ascending, steps, side="right"), prepend=0) / len(self._ascending)
-        found = np.cumsum(ended)
-        for i in range(1, len(found)):  # M(t) = F(t) + the sum of M(t - u) f(u)
-            found[i] += float(found[max(0, i - num) : i][::-1] @ ended[1 : min(i, num) + 1])
-        return steps, found
+    def _refill_steps(self) -> float:
+        """Of a refill, averaged over random choices of what is kept; as many groups again may be drawn as are expected."""
+        longest, rng = np.tile(self.responses.max(axis=1), 2), np.random.default_rng(len(self.prompts))
+
+        def judge(position: int) -> int:
+            refill.judge(position, bool(is_kept[position]))
+            return 0 if refill.end() else refill.num_allowed
+
+        found = 0.0
+        for _ in range(_REFILLS):
+            refill, is_kept = Refill(len(longest), self.num_kept), rng.random(len(longest)) < self.num_kept / len(self.prompts)
+            found += judged_steps(longest, refill.num_allowed, judge) / _REFILLS
+        return found
+
+    def _decode_steps(self, slots: FloatArray) -> FloatArray:
+        """Decode steps until the last sample ends, where samples begin in the order of their prompts."""
+        found = self._in_order.steps(slots)
+        return np.maximum(found, self._refill_steps) if self.num_kept else found
 
     def prefill_s(self, ways: Instances) -> FloatArray:
         """Seconds of prefill; a group's prompt is prefilled once."""
@@ -509,7 +507,7 @@ class BatchTimes:
 
         def draw(step: int) -> Draw:
             responses = _cut(lengths.draw(*shape, seed, step=step), limit)
-            return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]), call.away)
+            return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]), call.away, call.num_kept)
 
         self._draw = functools.cache(draw)
         self._together: tuple[Draw, ...] = ()
@@ -534,13 +532,12 @@ class BatchTimes:
 
     def at_once(self, num: int) -> BatchTimes:
         """The rollout of so many batches together, which all leave at its end."""
-        every = self.several(max(num, len(self.draws) // num * num))
-        groups = [every[first : first + num] for first in range(0, len(every) // num * num, num)]
-        found = copy.copy(self)
-        found._together = tuple(
-            Draw(np.concatenate([one.responses for one in some]), np.concatenate([one.prompts for one in some]), some[0].away)
-            for some in groups
-        )
+        every, found = self.several(max(num, len(self.draws) // num * num)), copy.copy(self)
+        found._together = ()
+        for first in range(0, len(every) // num * num, num):
+            some = every[first : first + num]
+            responses, prompts = (np.concatenate([getattr(one, name) for one in some]) for name in ("responses", "prompts"))
+            found._together += (Draw(responses, prompts, some[0].away, num * some[0].num_kept),)
         return found
 
     def rollout_s(self, ways: Instances) -> FloatArray:
@@ -563,7 +560,7 @@ class BatchTimes:
 
     def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
         """Start of the linear release that is nowhere earlier than the true one, in chunks of whole groups, [ways, chunks]."""
-        if self._together:
+        if self._together or self.draws[0].num_kept:  # Which groups a refill keeps is known at its end.
             return np.repeat(self.rollout_s(ways)[:, None], len(groups_in_chunk), axis=1)
         found = []
         for draw in self.draws:

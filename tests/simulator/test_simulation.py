@@ -568,3 +568,27 @@ def test_steps_are_predicted_as_they_are_simulated_with_waves_of_samples_and_wit
     simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, HEAVY)
     each = [simulated.history.periods[step].makespan_s for step in range(4, num_steps - 4)]
     assert choice.predicted_step_s == pytest.approx(np.mean(each), rel=0.2)
+
+
+@flow
+def drawing(num_steps: int = 10, batch: int = 48, n: int = 4) -> None:
+    policy, reward = Policy("fake"), Reward(zero)
+    prompts = Dataset([{"prompt": "a"}] * 1000)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts, n=n, max_new_tokens=8000, count=batch, score=reward, keep=lambda group: len(group) > 0)
+        policy.update(responses, advantages=responses.reward)
+
+
+@pytest.mark.parametrize(("slots", "train_s"), [(64, 0.02), (64, 0.2), (24, 0.02)])
+def test_a_refill_is_predicted_as_it_is_simulated(slots, train_s):
+    """Half of the groups are kept; others begin as verdicts come, and the update when it is known which are kept."""
+    costs = PlainCosts(
+        decoding=DecodeCost(0.01, 0.0003, 0.0, slots), training=TrainCost(NOTHING, PassCost(0.0, 0.0, 0.0, sample_s=train_s), 0.0)
+    )
+    spec = APART.model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=slots)})
+    graph, models, _ = trace(drawing, {}, steps=2)
+    choice = find_plan(workload_of(graph, spec), HEAVY, costs, spec, is_alone=True)
+    program = follow_program(drawing, {}, steps=10)
+    simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, HEAVY)
+    each = [simulated.history.periods[step].makespan_s for step in range(2, 10)]
+    assert choice.predicted_step_s == pytest.approx(np.mean(each), rel=0.2)
