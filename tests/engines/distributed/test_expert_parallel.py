@@ -268,9 +268,13 @@ def test_an_engine_refuses_it_too(model: Model, followers: Followers) -> None:
 def test_the_planner_knows_split_experts_on_gpus_alone(model: Model) -> None:
     offers, shape = offered("fsdp", "train"), ModelShape.from_config(model.path)
     layouts = [layout for layout in legal_layouts(shape, offers, "train", 8, 8) if layout.ep > 1]
-    # With tensor ranks as many whole experts each.
+    # By powers of two. With tensor ranks as many whole experts each.
     assert {(layout.ep, layout.dp, layout.tp, layout.pp) for layout in layouts if layout.sp == 1} == {
         (8, 8, 1, 1),
+        (4, 8, 1, 1),
+        (2, 8, 1, 1),
+        (2, 4, 1, 2),
+        (2, 4, 2, 1),
         (4, 4, 1, 2),
         (4, 4, 2, 1),
         (2, 2, 2, 2),

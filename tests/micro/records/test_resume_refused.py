@@ -306,12 +306,14 @@ def test_a_run_that_is_not_resumed_is_not_said_to_have_no_samples(ended):
     assert f"What it had before is in {ended}." in refused
 
 
-def test_what_is_no_run_is_not_resumed(ended, place):
+def test_what_is_no_run_is_not_resumed(ended, place, monkeypatch):
     assert "there is no run nowhere" in said("--resume", "nowhere").output
     (place / "other.py").write_text(PROGRAM)
     assert f"other.py is not the flow of {ended}, which is tiny.py" in said("other.py", "--resume", str(ended)).output
     Path("tiny.py").rename("gone.py")
-    assert f"Begin in {place}" in said("--resume", ended.name).output
+    assert "Put it back as it was" in said("--resume", ended.name).output
+    monkeypatch.chdir(place.parent)
+    assert f"Begin in {place}" in said("--resume", str(place / ended)).output
 
 
 @pytest.mark.parametrize("mode", ["--eager", "--no-eager"])
