@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import T0, T1, Given, Ran, cluster, decodes, evaluated, leased, plain, ran, stale, zero
 
-from m2flow import Chat, Dataset, Policy, Reward, Sample, agent, flow, log, steps
+from m2flow import Chat, Dataset, Policy, Reference, Reward, Sample, agent, flow, log, steps
 from m2flow.errors import InternalError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.passes import lower
@@ -568,6 +568,44 @@ def test_steps_are_predicted_as_they_are_simulated_with_waves_of_samples_and_wit
     simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, HEAVY)
     each = [simulated.history.periods[step].makespan_s for step in range(4, num_steps - 4)]
     assert choice.predicted_step_s == pytest.approx(np.mean(each), rel=0.2)
+
+
+@flow
+def penalized(num_steps: int = 3) -> None:
+    policy = Policy("fake")
+    reference, reward, prompts = Reference(policy), Reward(zero), Dataset([{"prompt": "a"}] * 8)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(8), max_new_tokens=8000)
+        kl = (responses.logprobs - reference.logprobs(responses)).sum(over="sample")
+        policy.update(responses, advantages=reward.score(responses) - kl)
+
+
+@pytest.mark.parametrize("reference", [0, 5])
+def test_what_is_between_the_calls_is_counted_once_a_step_whoever_has_the_first_devices(reference):
+    """A reference's engine computes as a trainer does, and gets no weights."""
+
+    @dataclass
+    class Resting(PlainCosts):
+        between_s: float = 0.0
+
+        def rest_s(self) -> float:
+            return self.between_s
+
+    pins = {
+        "reference": PinSpec(devices=(reference, reference + 1)),
+        "policy.rollout": PinSpec(devices=(1, 4)),
+        "policy.train": PinSpec(devices=(4, 5)),
+    }
+    spec = APART.model_copy(update={"pools": {"gpus": PoolSpec(device="h100", devices_per_node=6)}, "pin": pins})
+    graph, models, _ = trace(penalized, {}, steps=2)
+    found = []
+    for between_s in (0.0, 100.0):
+        costs = Resting(decoding=DecodeCost(0.01, 0.0, 0.0, 64), between_s=between_s)
+        choice = find_plan(workload_of(graph, spec), HEAVY, costs, spec, is_alone=True)
+        program = follow_program(penalized, {}, steps=3)
+        simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, HEAVY)
+        found.append((choice.predicted_step_s, simulated.history.periods[2].makespan_s))
+    assert [after - before for before, after in zip(*found, strict=True)] == pytest.approx([100.0, 100.0])
 
 
 @flow
