@@ -155,8 +155,10 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
         for placement in found
         if placement.engine.kind == "train"
     }
-    sampled = {placement.engine.role for found in placements.values() for placement in found if placement.engine.kind == "rollout"}
-    synced = [role for role in trained if role in sampled]
+    # Of those that a search found the calls of a step; other calls may come before the steps.
+    calls = [stage.call for stage in plan.stages] if plan.choice is None else [c for one in plan.choice.placements for c in one.calls]
+    updated = {role for role, _, method in (call.partition("@")[0].rpartition(".") for call in calls) if method == "update"}
+    synced = next((sync.role for sync in plan.syncs if sync.role in updated), "")
     leases = {worker.name: worker.lease for worker in plan.workers}
     machines = {}
     for worker in plan.workers:
@@ -185,7 +187,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
                 trainer, source = trained[role]
                 is_same = trainer == worker.name or (bool(worker.lease) and worker.lease == leases[trainer])
                 sync_s = costs.sync_s(role, (source.pool, source.layout), (placement.pool, placement.layout), is_same_devices=is_same)
-                syncs[role] = sync_s + costs.rest_s() * (role == synced[0])  # Once a step, as in the search.
+                syncs[role] = sync_s + costs.rest_s() * (role == synced)  # Once a step, as in the search.
         machines[worker.name] = Machine(
             worker.name,
             places.get(worker.name),
