@@ -39,7 +39,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, final
 
-from m2flow.errors import MissingExtra, OpError, OptionError, did_you_mean
+from m2flow.errors import MissingExtra, OpError, OptionError, described, did_you_mean
 from m2flow.recipe import check_choice, check_count, check_number, check_text
 from m2flow.samples import Sample
 from m2flow.sandbox import run_program
@@ -877,7 +877,7 @@ def _post(url: str, body: Mapping[str, object], headers: Mapping[str, str], retr
                 raise OpError(f"{url} refused: {why}", now="Check the request's model and key, and the server's limits.") from None
             pause_s = min(float(asked_s), _LONGEST_PAUSE_S) if re.fullmatch(r"\d+(\.\d+)?", asked_s) else pause_s
         except (OSError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
+            why = described(error)
         if attempt < retries:
             time.sleep(pause_s)
     raise OpError(f"{url} gave no answer in {retries + 1} tries; the last was {why}", now="Is the server up? See retries= and timeout_s=.")

@@ -39,7 +39,7 @@ from typing import final
 
 import numpy as np
 
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, described
 
 _FRAME = struct.Struct("<QQQ")
 """To a child: the number of the task, the bytes of its function (0: it has it), the bytes of the argument."""
@@ -395,7 +395,7 @@ def _child_loop(link: socket.socket) -> None:
             try:
                 function, has = pickle.loads(body), number
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}".encode(errors="replace")
+                said = described(error).encode(errors="replace")
                 link.sendall(_UNLOADABLE + _LENGTH.pack(len(said)) + said)
                 continue
         assert function is not None

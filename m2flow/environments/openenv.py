@@ -24,7 +24,7 @@ from typing import Any, Self, final
 from urllib.parse import urlsplit, urlunsplit
 
 from m2flow.environments.env import Step
-from m2flow.errors import EngineError, MissingExtra, OptionError
+from m2flow.errors import EngineError, MissingExtra, OptionError, described
 from m2flow.recipe import check_seconds
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
@@ -136,7 +136,7 @@ class OpenEnv:
         except (OSError, websockets.WebSocketException) as error:
             how = "can't be reached" if self._socket is None else "went away"
             await self.close()  # The next `reset` connects anew.
-            raise EngineError(f"{self._url} {how}: {type(error).__name__}: {error}", now="Look whether the server is up.") from error
+            raise EngineError(f"{self._url} {how}: {described(error)}", now="Look whether the server is up.") from error
         except ValueError as error:
             raise EngineError(
                 f"{self._url} answered what is no JSON: {error}", now="Check that the address is that of an OpenEnv server of this release."

@@ -23,6 +23,7 @@ from typing import final
 
 import msgspec
 
+from m2flow.errors import described
 from m2flow.observe.otlp import OtlpSink, check_otlp, endpoint_named
 from m2flow.observe.record_sinks import Report, Sink, Undelivered
 from m2flow.observe.trackers import SINKS, check_tracker, is_installed, trackers_configured
@@ -198,7 +199,7 @@ class SinkThread:
             except Undelivered as error:
                 failures, did, self.error = failures + 1, False, str(error)
             except Exception as error:  # A fault here must not look like an end.
-                failures, did, self.error = failures + 1, False, f"{type(error).__name__}: {error}"
+                failures, did, self.error = failures + 1, False, described(error)
             if has_ended and failures:
                 last_tries -= 1
             if is_finished or not last_tries:

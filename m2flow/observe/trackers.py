@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
-from m2flow.errors import MissingExtra
+from m2flow.errors import MissingExtra, described
 from m2flow.observe.metrics import name_of_run, parameters_of
 from m2flow.observe.record_sinks import BlockFollower, LineFollower, Sink, Undelivered
 from m2flow.observe.spans import Span, spans_of
@@ -106,7 +106,7 @@ class _TrackerSink(Sink):
         except Undelivered:
             raise
         except Exception as error:  # Whatever a vendor's library raises is no reason to end anything.
-            raise Undelivered(f"{type(error).__name__}: {error}") from error
+            raise Undelivered(described(error)) from error
         self._keep()
         return True
 
@@ -120,7 +120,7 @@ class _TrackerSink(Sink):
             try:
                 show(step)
             except Exception as error:  # Neither a vendor's library nor a run without samples may keep metrics back.
-                print(f"{self.name}: step {step} is not shown: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                print(f"{self.name}: step {step} is not shown: {described(error)}", file=sys.stderr, flush=True)
 
     def _show_samples(self, step: int) -> None:
         if not self._samples:

@@ -871,7 +871,8 @@ class Problem:
 
     def at_once(self, num_batches: int) -> Problem:
         """The same problem where the batches of so many steps are generated at once."""
-        found = replace(self, num_batches=num_batches, lent={}, _leaves={}, _known_times={})
+        found = copy.copy(self)  # Keeps the caches that do not depend on times of leaves.
+        found.num_batches, found.lent, found._leaves, found._known_times = num_batches, {}, {}, {}
         together = {batch: batch.at_once(num_batches) for batch in self.batches.values()}
         generates = {call.name for call in self.workload.calls if call.work == "generate"}
         found.batches = {name: together[batch] if name in generates else batch for name, batch in self.batches.items()}

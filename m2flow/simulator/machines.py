@@ -33,7 +33,7 @@ from m2flow.micro.lowering.capabilities import is_self_paced, readable_offloaded
 from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
 from m2flow.micro.protocol.plan import Pace, Placement, Plan, WorkerPlan
 from m2flow.planner.planning import question_of
-from m2flow.spec import ClusterSpec
+from m2flow.spec import ClusterSpec, base_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,7 +157,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     }
     # Of those that a search found the calls of a step; other calls may come before the steps.
     calls = [stage.call for stage in plan.stages] if plan.choice is None else [c for one in plan.choice.placements for c in one.calls]
-    updated = {role for role, _, method in (call.partition("@")[0].rpartition(".") for call in calls) if method == "update"}
+    updated = {base_of(call) for call in calls if call.partition("@")[0].endswith(".update")}
     synced = next((sync.role for sync in plan.syncs if sync.role in updated), "")
     leases = {worker.name: worker.lease for worker in plan.workers}
     machines = {}

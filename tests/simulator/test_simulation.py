@@ -539,15 +539,6 @@ APART = ClusterSpec(
 )
 
 
-@flow(staleness="lag")
-def lagging(num_steps: int = 24, batch: int = 64, n: int = 4, lag: int = 1) -> None:
-    policy, reward = Policy("fake"), Reward(zero)
-    prompts = Dataset([{"prompt": "a"}] * batch)
-    for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=8000)
-        policy.update(responses, advantages=reward.score(responses))
-
-
 HEAVY = parse_lengths("lognormal:median=1000,sigma=0.9,cap=8000,prompt=0")
 
 
@@ -561,10 +552,11 @@ def test_steps_are_predicted_as_they_are_simulated_with_waves_of_samples_and_wit
         decoding=DecodeCost(0.01, 0.0003, 0.0, slots), training=TrainCost(NOTHING, PassCost(0.0, 0.0, 0.0, sample_s=train_s), 0.0)
     )
     spec = APART.model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=slots)})
-    options, num_steps = {"lag": lag}, 24
-    graph, models, _ = trace(lagging, options, steps=2)
+    num_steps = 24
+    options = {"num_steps": num_steps, "batch": 64, "n": 4, "lag": lag, "max_new_tokens": 8000}
+    graph, models, _ = trace(stale, options, steps=2)
     choice = find_plan(workload_of(graph, spec), HEAVY, costs, spec, is_alone=True)
-    program = follow_program(lagging, options, steps=num_steps)
+    program = follow_program(stale, options, steps=num_steps)
     simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, HEAVY)
     each = [simulated.history.periods[step].makespan_s for step in range(4, num_steps - 4)]
     assert choice.predicted_step_s == pytest.approx(np.mean(each), rel=0.2)

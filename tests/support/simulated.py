@@ -36,11 +36,11 @@ def plain(num_steps: int = 1, batch: int = 2, n: int = 2) -> None:
 
 
 @flow(staleness="lag")
-def stale(num_steps: int = 3, batch: int = 2, n: int = 2, lag: int = 1) -> None:
+def stale(num_steps: int = 3, batch: int = 2, n: int = 2, lag: int = 1, max_new_tokens: int = 5) -> None:
     policy, reward = Policy("fake"), Reward(zero)
     prompts = Dataset([{"prompt": "a"}] * batch)
     for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=5)
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=max_new_tokens)
         policy.update(responses, advantages=reward.score(responses))
 
 

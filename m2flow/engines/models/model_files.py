@@ -33,7 +33,7 @@ from typing import Any, final
 import transformers
 from jinja2 import TemplateError
 
-from m2flow.errors import DatasetError, MissingExtra, ModelError, lone_surrogate
+from m2flow.errors import DatasetError, MissingExtra, ModelError, described, lone_surrogate
 from m2flow.recipe import ChatTemplate, Model, hub_directory, is_of_hub
 from m2flow.samples import Prompt, check_prompt
 
@@ -121,7 +121,7 @@ def _convert(file: Path, target: Path) -> None:
             tokenizer.save_pretrained(str(partial))
         partial.rename(target)
     except Exception as error:
-        raise ModelError(f"{file} can't be dequantised: {type(error).__name__}: {error}", now="Is it a whole .gguf file?") from error
+        raise ModelError(f"{file} can't be dequantised: {described(error)}", now="Is it a whole .gguf file?") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
