@@ -16,8 +16,9 @@ Source:
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -149,6 +150,8 @@ class Refill:
         """Every earlier position is judged, and none of them is an error."""
         self._kept: list[int] = []
         """Positions kept among those."""
+        self._num_reached = 0
+        """The last judged position, and 1."""
         self._num_judged_good = 0
         """Groups to keep among all that are judged."""
         self._num_allowed = min(count, num_candidates)
@@ -176,6 +179,43 @@ class Refill:
         return position < self._num_certain
 
     @property
+    def num_settled(self) -> int:
+        """Position up to which every group is judged, or the last one that is needed."""
+        return self._settled
+
+    @property
+    def num_candidates(self) -> int:
+        """Prompts that it may draw."""
+        return self._num_candidates
+
+    def sure(self, size: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Find groups that are in the result whatever comes, and of which it is known in which stretch of `size` groups of it they are.
+
+        Between the first verdict that is missing and a kept group any number may still be kept: that is what its place in the result, and
+        so its stretch, hangs on. With `size=1` these are the groups before the first missing verdict.
+
+        Args:
+            start: look no further back than this position, which must not be behind `num_settled`.
+
+        Returns:
+            (position, number of the stretch), in order.
+
+        >>> refill = Refill(num_candidates=9, count=4)
+        >>> for position in (0, 2, 3, 4): refill.judge(position, True)
+        >>> list(refill.sure(1)), list(refill.sure(2)), list(refill.sure(4))
+        ([(0, 0)], [(0, 0), (3, 1)], [(0, 0), (2, 0), (3, 0)])
+        """
+        least = most = bisect.bisect_left(self._kept, start)
+        for position in range(start, self._num_reached):
+            verdict = self._verdicts.get(position)
+            if verdict is True and most < self._count and least // size == most // size:
+                yield position, least // size
+            least += verdict is True
+            most += verdict is not False
+            if most >= self._count:
+                return
+
+    @property
     def num_rejected(self) -> int:
         """Groups that were judged and rejected."""
         return sum(verdict is not True for verdict in self._verdicts.values())
@@ -190,6 +230,7 @@ class Refill:
             return
         self._verdicts[position] = verdict
         self._num_judged_good += verdict is True
+        self._num_reached = max(self._num_reached, position + 1)
         if verdict is False and position < self._num_certain:
             self._num_certain += 1
             while self._verdicts.get(self._num_certain - 1) is False:

@@ -1,6 +1,7 @@
 """Dynamic sampling: the plain loop, the form that does not block, and every plan of it give the same samples, rewards and updates."""
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -8,7 +9,7 @@ from fake_flows import ROWS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.macro.refill import Refill, informative
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.scheduler.state import SchedulerState
@@ -101,9 +102,72 @@ def said(answer: Answer) -> list[tuple[int, ...]]:
 def test_a_refill_gives_the_same_under_every_plan(spec, options, order_seed, by_identity):
     eager = run_eager(refilling, options, spec)
     planned = run_planned(refilling, options, spec, order_seed=order_seed, deterministic=by_identity)
-    if eager.error:  # What was logged before is then known at another time.
-        planned.logs = eager.logs = []
+    if eager.error:  # What was logged before is then known at another time, and the update that fails may have begun.
+        planned.logs = eager.logs = planned.consumed = eager.consumed = []
     assert planned == eager
+
+
+@flow
+def in_minibatches(num_steps: int, count: int, n: int, size: int, epochs: int) -> None:
+    policy, verifier, prompts = Policy("fake"), Reward(short_enough), Dataset(ROWS)
+    reference, again = Reference(policy), Reward(lambda sample: float(sample.num_tokens % 3), name="again")
+    for _ in steps(num_steps):
+        kept = policy.generate(prompts, n=n, max_new_tokens=9, count=count, score=verifier, max_draws=40)
+        shaped = kept.reward + again.score(kept)
+        shift = policy.logprobs(kept) - reference.logprobs(kept)
+        loss = ppo_clip(kl_coef=0.1)
+        policy.update(kept, shaped, loss=loss, reference=reference, minibatch_size=size or None, epochs=epochs)
+        log(reward=kept.reward.mean(), again=shaped.mean(), shift=shift.mean())
+    log(cursor=float(prompts.cursor))
+
+
+@few
+@given(clusters(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 3), st.integers(1, 2), st.integers(0, 2**30), st.booleans())
+def test_calls_on_what_an_unfinished_refill_gives_are_the_same_under_every_plan(spec, num_steps, count, size, epochs, order_seed, in_order):
+    options = {"num_steps": num_steps, "count": count, "n": 2, "size": size, "epochs": epochs}
+    eager = run_eager(in_minibatches, options, spec)
+    assert eager.error == ""
+    assert run_planned(in_minibatches, options, spec, order_seed=order_seed, deterministic=in_order) == eager
+
+
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_an_update_begins_while_its_refill_still_draws_unless_they_share_devices(placement, monkeypatch):
+    early: list[int] = []
+    start = SchedulerState.start
+
+    def noted(state, worker, engine, task, rows=0):
+        if isinstance(task, m.Accumulate) and state.calls[task.call].coming is not None:
+            early.append(task.call)
+        return start(state, worker, engine, task, rows)
+
+    monkeypatch.setattr(SchedulerState, "start", noted)
+    spec = ClusterSpec(placement=placement, device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    options = {"num_steps": 3, "count": 5, "n": 2, "size": 1, "epochs": 1}
+    for order_seed in range(4):
+        assert run_planned(in_minibatches, options, spec, order_seed=order_seed).error == ""
+    assert bool(early) == (placement == "split")
+
+
+def test_a_group_is_given_as_soon_as_no_verdict_to_come_can_change_its_minibatch():
+    rng = random.Random(5)
+    for _ in range(60):
+        num, count, size = rng.randint(2, 8), rng.randint(1, 4), rng.randint(1, 3)
+        verdicts = [rng.random() < 0.6 for _ in range(num)]
+        refill, coming, known, given = Refill(num, count), set[tuple[int, int]](), dict[int, bool](), set[tuple[int, int]]()
+        start = 0
+        for position in rng.sample(range(num), num):
+            refill.judge(position, verdicts[position])
+            known[position] = verdicts[position]
+            coming |= set(refill.sure(size, start))
+            start, ends = refill.num_settled, list[set[tuple[int, int]]]()
+            missing = [other for other in range(num) if other not in known]
+            for said in itertools.product((True, False), repeat=len(missing)):
+                every = known | dict(zip(missing, said, strict=True))
+                kept = [other for other in range(num) if every[other]][:count]
+                ends.append({(other, place // size) for place, other in enumerate(kept)})
+            given = {(other, part) for other, part in set.intersection(*ends) if other in known}
+            assert coming == given
+        assert {other for other, _ in coming} == set([other for other in range(num) if verdicts[other]][:count])
 
 
 @few

@@ -33,9 +33,9 @@ from m2flow.macro.refill import Refill, RefillEnd, source_exhausted
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Forgotten, Reject, Resolve
 from m2flow.micro.protocol.plan import Stage
-from m2flow.micro.protocol.worker_state import kind_of, stopped_at
+from m2flow.micro.protocol.worker_state import Lease, kind_of, stopped_at
 from m2flow.micro.scheduler.backpressure import Credits
-from m2flow.micro.scheduler.call_state import CallState, progress_of
+from m2flow.micro.scheduler.call_state import CallState, Coming, Group, progress_of
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import SchedulerState
@@ -70,10 +70,14 @@ class Refills:
         self._state.refill_members.setdefault(refill, []).append(call_state)
         return refill
 
+    def generations(self, refill: Refill) -> list[CallState]:
+        """Find the calls that generate the candidates of an unfinished refill."""
+        return [member for member in self._state.refill_members[refill] if member.is_generation]
+
     def judge(self, call_state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> _EndedRefill | None:
         """Record whether candidates are kept, dropped or failed to be judged; return the refill if that ends it."""
         assert call_state.refill is not None
-        generations = [member for member in self._state.refill_members[call_state.refill] if member.call.engine == "rollout"]
+        generations = self.generations(call_state.refill)
         shares = [member.share for member in generations]
         for position in {SampleId.unpack(row).prompt for row in rows}:
             call_state.refill.judge(position, verdict)
@@ -186,9 +190,11 @@ class CallLifecycle:
 
     def _prepare(self, call_state: CallState) -> None:
         """Fix the rows of a call once those of its inputs are known, and then those of its consumers."""
-        if call_state.is_prepared or call_state.is_over:
-            return
         calls, rows_of = self._state.calls, list[int]()
+        if call_state.coming is not None and calls[call_state.bases[0]].result is not None and not call_state.is_over:
+            self._all_came(call_state)
+        if call_state.is_prepared or call_state.is_over or self._begin_early(call_state):
+            return
         for base in call_state.bases:
             rows = self._rows_for(call_state, calls[base])
             if rows is None:
@@ -227,8 +233,64 @@ class CallLifecycle:
                 self.complete(call_state, None)
             else:
                 self._cut_if_active(call_state)
-        elif call_state.users and call_state.result is not None and not call_state.is_over:
+        elif call_state.users and (call_state.result is not None or call_state.gives_refill) and not call_state.is_over:
             self._prepare_consumers(call_state)
+        if self._state.recorded:
+            for report in self._recovery.prepared(call_state):
+                self.restored(report)
+
+    def _begin_early(self, call_state: CallState) -> bool:
+        """Prepare a call on what an unfinished refill gives, which takes groups as it becomes certain that they are given.
+
+        Others wait for the refill's end: those that take all rows at once, and those that share devices with the refill's engines, which
+        would have to leave these for each other.
+        """
+        base = self._state.calls[call_state.bases[0]] if call_state.bases else None
+        if base is None or base.refill is None or base.result is not None or not (base.gives_refill and call_state.takes_groups):
+            return False
+        leases = {self._state.workers[name].lease for call in self._refills.generations(base.refill) for name in call.stage.workers}
+        if any(lease is not None and lease in leases for lease in map(self._lease_of, call_state.stage.workers)):
+            return False
+        call, in_order = call_state.call, call_state.is_update and self._state.deterministic
+        call_state.coming = Coming(base.refill, call.options["minibatch_size"] if call_state.is_update else None, in_order=in_order)
+        call_state.prepare([], [])
+        if call_state.is_update:
+            call_state.update = progress_of(call, call_state.stage, (), by_identity=in_order, num_to_come=base.refill.count)
+        self._start_if_ready(call_state)
+        self._grow(call_state)
+        return True
+
+    def _lease_of(self, worker: str) -> Lease | None:
+        return self._state.workers[worker].lease
+
+    def _grow(self, call_state: CallState) -> None:
+        """Give a call on an unfinished refill what has become certain, and of that what is done."""
+        coming = call_state.coming
+        assert coming is not None
+        found = coming.more(self._state.calls[call_state.bases[0]].ids)
+        for minibatch, rows in found:
+            call_state.grow(rows)
+            if call_state.update is not None:
+                call_state.update.grow(Group(group_key(rows[0]), tuple(rows)), minibatch)
+            for needed in call_state.aligned_inputs:
+                source = self._state.calls[needed]
+                if came := [row for row in rows if row in source.done]:
+                    call_state.arrived(needed, came, source.num_tokens)
+        if found:
+            self._state.rows_came(call_state)
+
+    def _all_came(self, call_state: CallState) -> None:
+        """Take in that the refill of a call's rows has ended with a result."""
+        self._grow(call_state)
+        call_state.is_all_known()
+        if call_state.users and call_state.result is not None:
+            self._prepare_consumers(call_state)
+        if call_state.failure is not None and call_state.is_update:
+            self.accumulated(call_state)
+        elif call_state.failure is not None and call_state.has_settled:
+            self.fail(call_state, call_state.failure[1])
+        elif call_state.has_all_rows:
+            self.complete(call_state, None)
         if self._state.recorded:
             for report in self._recovery.prepared(call_state):
                 self.restored(report)
@@ -296,9 +358,12 @@ class CallLifecycle:
                 self._state.rows_came(user)
         if call_state.refill is not None:
             self._end_refill(self._refills.turned_out(call_state, rows, gone))
+            for user in list(call_state.users.values()) if call_state.gives_refill and not call_state.is_over else ():
+                if user.coming is not None and not user.is_over:
+                    self._grow(user)
         elif call_state.is_cut and call_state.failure is None:
             self.cut(call_state)
-        elif call_state.call.is_aligned and len(call_state.done) + len(call_state.dropped) == len(call_state.ids):
+        elif call_state.has_all_rows:
             self.complete(call_state, None)
         elif call_state.failure is not None and call_state.has_settled:
             self.fail(call_state, call_state.failure[1])
@@ -486,7 +551,7 @@ class CallLifecycle:
         """Start a call if its rows are known and it waits for nothing; called whenever one of these may have changed."""
         if call_state.is_prepared and not call_state.waits_for and not call_state.is_over:
             self._state.opened(call_state)
-            if call_state.call.is_aligned and not (call_state.ids or call_state.follows or call_state.carry):
+            if call_state.call.is_aligned and not (call_state.ids or call_state.follows or call_state.carry or call_state.coming):
                 self._end_empty(call_state)
         self._state.rows_came(call_state)
 

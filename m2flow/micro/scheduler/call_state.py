@@ -173,22 +173,38 @@ class MinibatchEnd:
 class UpdateProgress:
     """Tracks one update call from its first micro-batch to its last optimiser step."""
 
-    def __init__(self, groups: Sequence[Group], *, minibatch_size: int | None, epochs: int, token_budget: int, by_identity: bool) -> None:
-        size = minibatch_size or max(len(groups), 1)
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        minibatch_size: int | None,
+        epochs: int,
+        token_budget: int,
+        by_identity: bool,
+        num_to_come: int = 0,
+    ) -> None:
+        """
+        Args:
+            num_to_come: groups that are not known yet; then none is, and each comes with the number of its mini-batch (`grow`).
+        """
+        num_groups = len(groups) + num_to_come
+        size = minibatch_size or max(num_groups, 1)
+        self._num_to_come = [min(size, num_to_come - i) for i in range(0, num_to_come, size)]
+        """Groups that each mini-batch still gets; empty if all were known from the first."""
         self._epochs = epochs
         self._budget = token_budget
         self._by_identity = by_identity
         self._tokens: dict[int, int] = {}
         self._epoch = 0
         self._minibatch = 0
-        self._is_failing = False
+        self._fails_at: int | None = None
         self.has_begun = False
         """Whether a micro-batch or a step was handed out."""
         self.num_stepped = 0
         """Optimiser steps that are over."""
         self.loss = math.nan
         """Loss of the last one."""
-        self._lay_out([list(groups[i : i + size]) for i in range(0, len(groups), size)])
+        self._lay_out([list(groups[i : i + size]) for i in range(0, num_groups, size)])
 
     def _lay_out(self, minibatches: list[list[Group]]) -> None:
         """Set the mini-batches, and begin the first."""
@@ -201,6 +217,20 @@ class UpdateProgress:
         self._todo = [] if self.is_finished else list(self._minibatches[self._minibatch])
         self._come = [group for group in self._todo if group.key in self._tokens]
         self._num_tokens = sum(self._tokens[group.key] for group in self._come)
+
+    def grow(self, group: Group, number: int) -> None:
+        """Add a group to a mini-batch of which not all were known."""
+        part = self._minibatches[number]
+        bisect.insort(part, group, key=lambda group: group.ids[0])
+        self._num_to_come[number] -= 1
+        self._place.update({group.key: (number, place) for place, group in enumerate(part)})
+        if number == self._minibatch and (self._fails_at is None or group.ids[0] < self._fails_at):
+            bisect.insort(self._todo, group, key=lambda group: group.ids[0])
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether the current mini-batch still gets groups that are not known."""
+        return bool(self._num_to_come) and self._num_to_come[self._minibatch] > 0
 
     @property
     def num_steps(self) -> int:
@@ -228,9 +258,7 @@ class UpdateProgress:
         Args:
             is_idle: the trainer has nothing else to do.
         """
-        if self.is_finished:
-            return None
-        if self.has_tried_all:
+        if self.is_finished or (not self._todo and (self._fails_at is not None or self._is_short)):
             return None
         if not self._todo:
             is_last = self._epoch == self._epochs - 1 and self._minibatch == len(self._minibatches) - 1
@@ -243,12 +271,12 @@ class UpdateProgress:
         self._todo = [group for group in self._todo if group.ids[0] < row]
         self._come = [group for group in self._come if group.ids[0] < row]
         self._num_tokens = sum(self._tokens[group.key] for group in self._come)
-        self._is_failing = True
+        self._fails_at = row
 
     @property
     def has_tried_all(self) -> bool:
-        """Whether the update fails, and no group is left that might fail earlier."""
-        return self._is_failing and not self._todo
+        """Whether the update fails, and no group is left or to come that might fail earlier."""
+        return self._fails_at is not None and not self._todo and not sum(self._num_to_come)
 
     def take(self, step: MicroBatch | MinibatchEnd) -> None:
         """Record that the step that `next` chose was handed out."""
@@ -277,7 +305,8 @@ class UpdateProgress:
     def _choose(self, is_idle: bool) -> list[Group]:
         """Choose the first groups that have arrived, up to the token budget; fewer only for the rest, or if the trainer is idle."""
         is_worthwhile = is_idle and not self._by_identity and self._num_tokens * 4 >= self._budget
-        if self._num_tokens <= self._budget and len(self._come) < len(self._todo) and not is_worthwhile:
+        is_all = len(self._come) == len(self._todo) and not self._is_short
+        if self._num_tokens <= self._budget and not is_all and not is_worthwhile:
             return []
         chosen: list[Group] = []
         filled = 0
@@ -289,7 +318,7 @@ class UpdateProgress:
                 return chosen
             chosen.append(group)
             filled += tokens
-        return chosen if len(chosen) == len(self._todo) or is_worthwhile else []
+        return chosen if (len(chosen) == len(self._todo) and not self._is_short) or is_worthwhile else []
 
 
 def _find(groups: Sequence[Group], group: Group, place: Mapping[int, tuple[int, int]]) -> int | None:
@@ -298,8 +327,10 @@ def _find(groups: Sequence[Group], group: Group, place: Mapping[int, tuple[int, 
     return found if found < len(groups) and groups[found] is group else None
 
 
-def progress_of(call: Call, stage: Stage, ids: Iterable[int], *, by_identity: bool, is_ungrouped: bool = False) -> UpdateProgress:
-    """Create the progress of an update on these samples; ungrouped, each of them is a group."""
+def progress_of(
+    call: Call, stage: Stage, ids: Iterable[int], *, by_identity: bool, is_ungrouped: bool = False, num_to_come: int = 0
+) -> UpdateProgress:
+    """Create the progress of an update on these samples, or on so many groups to come; ungrouped, each sample is a group."""
     size, epochs = call.options["minibatch_size"], call.options["epochs"]
     assert size is None or isinstance(size, int)
     assert isinstance(epochs, int)
@@ -308,7 +339,38 @@ def progress_of(call: Call, stage: Stage, ids: Iterable[int], *, by_identity: bo
         most = max((len(group.ids) for group in groups), default=1)
         size = None if size is None else size * most
         groups = [Group(row, (row,)) for group in groups for row in group.ids]
-    return UpdateProgress(groups, minibatch_size=size, epochs=epochs, token_budget=stage.token_budget, by_identity=by_identity)
+    return UpdateProgress(
+        groups, minibatch_size=size, epochs=epochs, token_budget=stage.token_budget, by_identity=by_identity, num_to_come=num_to_come
+    )
+
+
+@final
+class Coming:
+    """The rows of a refill that has not ended, as it becomes certain that it gives them."""
+
+    def __init__(self, refill: Refill, part: object = None, *, in_order: bool = False) -> None:
+        """
+        Args:
+            part: groups in a mini-batch; None: all are one. A group is given once it is known in which it is.
+            in_order: give no group before an earlier one.
+        """
+        self._refill = refill
+        self._part = part if isinstance(part, int) else refill.count
+        self._stretch = 1 if in_order else self._part
+        self._start = 0
+        self._given: set[int] = set()
+
+    def more(self, candidates: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Find what has become certain since this was last asked: (number of the mini-batch, rows of a group).
+
+        Args:
+            candidates: rows of all prompts that the refill may draw.
+        """
+        n = len(candidates) // max(self._refill.num_candidates, 1)
+        found = [(at, stretch) for at, stretch in self._refill.sure(self._stretch, self._start) if at not in self._given]
+        self._given.update(at for at, _ in found)
+        self._start = self._refill.num_settled
+        return [(stretch * self._stretch // self._part, list(candidates[at * n : at * n + n])) for at, stretch in found]
 
 
 @dataclass(eq=False)
@@ -365,6 +427,8 @@ class CallState:
     update: UpdateProgress | None = None
     refill: Refill | None = None
     """Shared by the calls of a refill: they work on all candidates, and their result is what it keeps."""
+    coming: Coming | None = None
+    """Of a call on what an unfinished refill gives: `ids` has what is certain so far."""
     part_of: dict[int, int] = field(default_factory=dict)
     """Row of a union -> the input that gives it.
 
@@ -510,7 +574,25 @@ class CallState:
     @property
     def has_settled(self) -> bool:
         """Whether no row in flight can fail before the earliest failure."""
-        return self.failure is not None and not self._unsettled
+        return self.failure is not None and not self._unsettled and self.coming is None
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether a call that gives rows has them all."""
+        return self.call.is_aligned and self.coming is None and len(self.done) + len(self.dropped) == len(self.ids)
+
+    @property
+    def gives_refill(self) -> bool:
+        """Whether its result is that of a refill, and its candidates are known."""
+        return self.refill is not None and self.drops and self.is_prepared
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether it takes samples or groups as they come, and needs not know how many it gets."""
+        if self.is_update:
+            return not self.is_ungrouped
+        is_plain = self.call.is_aligned and not (self.call.writes or self.call.is_gated or self.is_union or self.is_generation)
+        return is_plain and not self.stage.is_barrier and self.stage.unit in ("sample", "group")
 
     @property
     def is_under_policy(self) -> bool:
@@ -550,7 +632,9 @@ class CallState:
     def has_all_but_rows(self) -> bool:
         """Whether a call on functions, of which no row has come or begun, waits for nothing but its rows."""
         is_free = not (self.waits_for or self.follows or self.is_over or self.failure)
-        return is_free and self.is_prepared and len(self.ids) > 0 and not (self.ready or self.done or self.num_begun)
+        return (
+            is_free and self.is_prepared and self.coming is None and len(self.ids) > 0 and not (self.ready or self.done or self.num_begun)
+        )
 
     @property
     def has_function_work(self) -> bool:
@@ -684,7 +768,7 @@ class CallState:
     def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
         """Set the rows of the call: build its units or, for a generation, map rows to prompts."""
         self.ids, self.is_prepared = ids, True
-        if not self.drops and self.refill is None and not self.is_cut:
+        if not self.drops and self.refill is None and not self.is_cut and self.coming is None:
             self.result = ids
         if self.is_generation:
             n = len(self.ids) // max(len(prompts), 1)
@@ -712,6 +796,23 @@ class CallState:
                 units.setdefault(unit, []).append(row)
             self.units = {unit: tuple(rows) for unit, rows in units.items()}
         self.missing = {unit: len(rows) * num_inputs for unit, rows in self.units.items()}
+
+    def grow(self, rows: Sequence[int]) -> None:
+        """Add rows that have become certain, whole groups of a call that takes samples or groups (`Coming`)."""
+        for row in rows:
+            bisect.insort(self.ids, row)
+            unit = self._unit_by_row[row] = self._unit_of(row)
+            if self.stage.unit != "sample" or self.is_update or len(self.aligned_inputs) > 1 or self.call.engine == "train":
+                self.units[unit] = (*self.units.get(unit, ()), row)
+                self.missing[unit] = self.missing.get(unit, 0) + len(self.aligned_inputs)
+        if self.failure is not None and self._unsettled is not None:
+            self._unsettled.update(row for row in rows if row < self.failure[0])
+
+    def is_all_known(self) -> None:
+        """Note that no more rows come."""
+        self.coming = None
+        if not self.drops:
+            self.result = self.ids
 
     def take_over(self, late: Iterable[int], waiting: Sequence[int], finished: Sequence[int]) -> None:
         """Add samples that an earlier generation left: those still to be generated go first, the others have finished."""

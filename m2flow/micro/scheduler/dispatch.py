@@ -297,7 +297,8 @@ class FunctionDispatch:
         return {name: rows for name, rows in kept.items() if rows}
 
     def _give(self, worker: WorkerState, call_state: CallState, rows: list[int]) -> None:
-        is_whole = len(rows) == len(call_state.ids) and not (call_state.drops or call_state.refill or call_state.has_restored)
+        is_partial = call_state.drops or call_state.refill or call_state.coming or call_state.has_restored
+        is_whole = len(rows) == len(call_state.ids) and not is_partial
         call_state.whole_at = worker.name if is_whole else ""
         self._state.last_function_calls[worker.name] = call_state
         self._state.bring_inputs(call_state, rows, worker.name)
@@ -412,7 +413,7 @@ class TrainDispatch:
 
     def _update_offer(self, worker: WorkerState, call_state: CallState) -> Offer | None:
         assert call_state.update is not None
-        if not call_state.ids:
+        if not call_state.ids and call_state.coming is None:
             # No rows to train on: the weights of the new version equal the old.
             return (lambda: Ended(call_state, UpdateTally().metrics())) if self._may_step(call_state) else None
         step = call_state.update.next(is_idle=worker.num_tasks["train"] == 0)

@@ -71,7 +71,7 @@ class Recovery:
 
     def prepared(self, call_state: CallState) -> Iterator[RowsReport]:
         """Take in what waits for a call's rows, if they are known now."""
-        if self._state.recorded and call_state.is_prepared:
+        if self._state.recorded and call_state.is_prepared and call_state.coming is None:
             for message in self._state.recorded.pop(call_state.call.ordinal, ()):
                 if not call_state.is_over:
                     yield from self._take(call_state, message)
