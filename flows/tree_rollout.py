@@ -36,7 +36,7 @@ async def climber(chat: Chat, row: Sample) -> float:
 
 
 @flow
-def tree_rollout(num_steps: int = 20, warm_steps: int = 150, batch: int = 16, n: int = 2, branches: int = 4, lr: float = 6e-4) -> None:
+def tree_rollout(num_steps: int = 20, warm_steps: int = 300, batch: int = 16, n: int = 2, branches: int = 4, lr: float = 6e-4) -> None:
     policy = Policy(DIGITS, init="random")
     ladders = Dataset.generate(task, num_steps * batch, seed=1, name="ladders")
     demos = Dataset.generate(demonstration, warm_steps * 64, seed=3, name="demos")

@@ -5,7 +5,8 @@
 The result is that of the plain loop which draws a prompt, answers it, scores the group and keeps it or not, until it has `count` of
 them: the first kept groups in the order of the source, whoever finished first. Prompts beyond the last one that was needed are returned
 to the source. Groups run side by side and are judged as they finish, so later ones may be judged first; what counts is the shortest
-stretch of the source in which `count` groups were kept, which is what drawing one prompt at a time would have used.
+stretch of the source in which `count` groups were kept, which is what drawing one prompt at a time would have used. What follows need not
+wait for that: a kept group is handed on once it is certain that the result has it (`Refill.sure`).
 
 `Refill` is pure: it gets verdicts and answers how many prompts may be started. How many groups run ahead changes nothing but time.
 Limit: that number follows the share kept so far, and is no optimum.

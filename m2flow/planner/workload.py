@@ -11,11 +11,10 @@ A rollout of W tokens, longest sample L, on n instances with B slots each takes
     T = max( t0 Z + t1 W/n,  k-longest bound ) + prefill/n + entering and leaving
 
 with work spread evenly and the longest sample anywhere, in the Z decode steps in which samples end that begin in order (`InOrder`): L where
-there are slots for all. Groups of a refill begin as verdicts allow it (`Refill`). A group is released when its last member has ended. The
-search adds up times as straight lines, so a release is given by the line from (0, l) to (last chunk, T) that no chunk is later than: a plan
-can keep what it promises, and for a convex release (a long tail, all samples running from the start) nothing is lost.
-
-Given lengths are those of the models that the step trains; other models (a judge) are assumed to use all that they are allowed to.
+there are slots for all. Groups of a refill begin as verdicts allow it. A group is released when its last member has ended, of a refill when
+verdicts have made it certain (`Refill`). The search adds up times as straight lines, so a release is given by the line from (0, l) to
+(last chunk, T) that no chunk is later than: a plan can keep what it promises, and for a convex release (a long tail, all samples running
+from the start) nothing is lost. Given lengths are those of the models that the step trains; a judge uses all that it is allowed to.
 
 Turns of a speaker that is pinned apart (`m2flow.micro.lowering.placement.is_apart`) are a generation beside the rollout: what needs the
 episodes waits for both. Where recorded episodes say how much others speak (`Away`), each of the two decodes its share s of the tokens, and
@@ -335,18 +334,15 @@ class _Step:
                 return 0.0
             call = self._calls[ref.call]
         rows = call.options.get("rows")
-        if not isinstance(rows, Batch) or "prompt" not in rows or not len(rows):
-            return 0.0
-        return float(rows.ragged("prompt").lengths.mean())
+        known = rows.ragged("prompt").lengths if isinstance(rows, Batch) and "prompt" in rows else ()
+        return float(np.mean(known)) if len(known) else 0.0
 
     def _names(self, timed: Sequence[Call]) -> dict[int, str]:
         """A unique name: with the line where there are several calls of this name, and a number where a line has several."""
         count = Counter(call.name for call in timed)
-        names: dict[int, str] = {}
-        turns: Counter[str] = Counter()
+        names, turns = dict[int, str](), Counter[str]()
         for call in timed:
-            name = call.name if count[call.name] == 1 else f"{call.name}@{call.site.line}"
-            turns[name] += 1
+            turns[name := call.name if count[call.name] == 1 else f"{call.name}@{call.site.line}"] += 1
             names[call.ordinal] = name if turns[name] == 1 else f"{name}#{turns[name]}"
         return names
 
@@ -358,7 +354,7 @@ _ENOUGH_SAMPLES = 512
 """Least number of samples drawn; smaller batches are drawn several times, since their longest sample varies."""
 _MOST_DRAWS = 8
 _REFILLS = 3
-"""Random choices of the groups that a refill keeps, over which its time is averaged."""
+"""Random choices of the groups that a refill keeps, over which its time is averaged; up to twice the prompts expected may be drawn."""
 _MOST_POINTS = 96
 """Points of a release, and values of k in the k-longest bound."""
 
@@ -455,24 +451,29 @@ class Draw:
         return InOrder(self._ascending)
 
     @cached_property
-    def _refill_steps(self) -> float:
-        """Of a refill, averaged over random choices of what is kept; as many groups again may be drawn as are expected."""
+    def _refill(self) -> tuple[float, FloatArray]:
+        """Decode steps of a refill, and the shares of them at which its groups are certain to be kept, ascending, [groups]."""
         longest, rng = np.tile(self.responses.max(axis=1), 2), np.random.default_rng(len(self.prompts))
 
-        def judge(position: int) -> int:
+        def judge(position: int, steps: float) -> int:
+            start = refill.num_settled
             refill.judge(position, bool(is_kept[position]))
+            given.update({sure: given.get(sure, steps) for sure, _ in refill.sure(self.num_kept, start)})
             return 0 if refill.end() else refill.num_allowed
 
-        found = 0.0
+        found, shares = 0.0, np.zeros(self.num_kept)
         for _ in range(_REFILLS):
             refill, is_kept = Refill(len(longest), self.num_kept), rng.random(len(longest)) < self.num_kept / len(self.prompts)
-            found += judged_steps(longest, refill.num_allowed, judge) / _REFILLS
-        return found
+            given: dict[int, float] = {}
+            steps = judged_steps(longest, refill.num_allowed, judge)
+            found += steps / _REFILLS
+            shares += np.sort([*given.values(), *[steps] * (self.num_kept - len(given))]) / max(steps, 1.0) / _REFILLS
+        return found, shares
 
     def _decode_steps(self, slots: FloatArray) -> FloatArray:
         """Decode steps until the last sample ends, where samples begin in the order of their prompts."""
         found = self._in_order.steps(slots)
-        return np.maximum(found, self._refill_steps) if self.num_kept else found
+        return np.maximum(found, self._refill[0]) if self.num_kept else found
 
     def prefill_s(self, ways: Instances) -> FloatArray:
         """Seconds of prefill; a group's prompt is prefilled once."""
@@ -486,7 +487,9 @@ class Draw:
         return groups, np.concatenate([[0.0], np.cumsum(lengths)])[below] + groups * (len(lengths) - below)
 
     def releases_s(self, ways: Instances) -> FloatArray:
-        """Release times of the first, second, ... group, [ways, P], ascending; the last is at `seconds`."""
+        """Release times of the first, second, ... group, of a refill those that it keeps, [ways, P], ascending; the last at `seconds`."""
+        if self.num_kept:
+            return np.asarray(self.seconds(ways)[:, None] * self._refill[1])
         groups, done_together = self._together
         tokens, num = float(self._ascending.sum()), len(self._ascending)
         queued = np.maximum(0.0, np.arange(len(groups))[None, :] / len(groups) - ways.slots[:, None] / num)
@@ -560,7 +563,7 @@ class BatchTimes:
 
     def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
         """Start of the linear release that is nowhere earlier than the true one, in chunks of whole groups, [ways, chunks]."""
-        if self._together or self.draws[0].num_kept:  # Which groups a refill keeps is known at its end.
+        if self._together:
             return np.repeat(self.rollout_s(ways)[:, None], len(groups_in_chunk), axis=1)
         found = []
         for draw in self.draws:

@@ -286,15 +286,16 @@ class InOrder:
         return steps, found
 
 
-def judged_steps(longest: IntArray, num_allowed: int, judge: Callable[[int], int]) -> float:
+def judged_steps(longest: IntArray, num_allowed: int, judge: Callable[[int, float], int]) -> float:
     """Decode steps until groups are decided that run side by side, where how many have begun follows the verdicts so far.
 
     Args:
         longest: tokens of the longest sample of each group, in the order in which they begin, [P].
         num_allowed: groups that begin at once.
-        judge: takes the position of a group that has ended; gives how many may have begun by then, 0 if all is decided.
+        judge: takes the position of a group that has ended, and the steps until then; gives how many may have begun by then, 0 if all
+            is decided.
 
-    >>> judged_steps(np.array([4, 4, 4]), 1, lambda position: (position + 2) * (position < 1))
+    >>> judged_steps(np.array([4, 4, 4]), 1, lambda position, steps: (position + 2) * (position < 1))
     8.0
     """
     running: list[tuple[int, int]] = []
@@ -306,7 +307,7 @@ def judged_steps(longest: IntArray, num_allowed: int, judge: Callable[[int], int
         if not running:
             break
         now, position = heapq.heappop(running)
-        num_allowed = judge(position)
+        num_allowed = judge(position, float(now))
     return float(now)
 
 

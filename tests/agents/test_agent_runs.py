@@ -170,13 +170,12 @@ def test_a_tiny_model_that_plays_against_itself_learns_the_openings_that_win(tmp
 
 @pytest.mark.slow
 def test_two_tiny_models_that_play_against_each_other_both_learn_from_the_episodes_they_share(tmp_path):
-    summary = run_of(
-        ROOT / "flows" / "duel.py", tmp_path, "--seed", "0", "--num-steps", "14", "--batch", "8", "--warm-steps", "50", "--lr", "6e-4"
-    )
+    """Of seeds 0 and 3 to 5 the first player rises by 0.27 or more, and the second from 0.48 or less to 0.81 or more."""
+    summary = run_of(ROOT / "flows" / "duel.py", tmp_path, "--seed", "0", "--num-steps", "20")
     lines = (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line)["values"] for line in lines]
     opens, chances, used = ([values[name] for values in found if name in values] for name in ("opens_well", "chances", "answers_well"))
-    assert len(opens) == len(chances) == len(used) == 14
+    assert len(opens) == len(chances) == len(used) == 20
     assert sum(opens[-5:]) / 5 > sum(opens[:5]) / 5 + 0.1
     assert sum(used[-5:]) / sum(chances[-5:]) > sum(used[:5]) / sum(chances[:5]) + 0.08
 
@@ -191,7 +190,7 @@ def test_trees_of_episodes_have_the_same_digests_under_two_plans(tmp_path):
 
 @pytest.mark.slow
 def test_a_tiny_model_begins_to_learn_from_few_trees_of_episodes(tmp_path):
-    """From 0.15 to 0.39 on one core; with a rate of 0 it stays at 0.07 to 0.1."""
+    """Of seeds 0 and 3 to 5 it rises by 0.18 to 0.4."""
     small = ["--num-steps", "16", "--seed", "0"]
     summary = run_of(ROOT / "flows" / "tree_rollout.py", tmp_path, *small)
     rewards = [value for _, value in read_metrics(summary["run_dir"])["reward"]]

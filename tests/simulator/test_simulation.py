@@ -601,24 +601,26 @@ def test_what_is_between_the_calls_is_counted_once_a_step_whoever_has_the_first_
 
 
 @flow
-def drawing(num_steps: int = 10, batch: int = 48, n: int = 4) -> None:
+def drawing(num_steps: int = 10, batch: int = 48, n: int = 4, size: int = 0) -> None:
     policy, reward = Policy("fake"), Reward(zero)
     prompts = Dataset([{"prompt": "a"}] * 1000)
     for _ in steps(num_steps):
         responses = policy.generate(prompts, n=n, max_new_tokens=8000, count=batch, score=reward, keep=lambda group: len(group) > 0)
-        policy.update(responses, advantages=responses.reward)
+        policy.update(responses, advantages=responses.reward, minibatch_size=size or None)
 
 
-@pytest.mark.parametrize(("slots", "train_s"), [(64, 0.02), (64, 0.2), (24, 0.02)])
-def test_a_refill_is_predicted_as_it_is_simulated(slots, train_s):
-    """Half of the groups are kept; others begin as verdicts come, and the update when it is known which are kept."""
+@pytest.mark.parametrize(
+    ("slots", "train_s", "size"), [(64, 0.02, 0), (64, 0.2, 0), (24, 0.02, 0), (24, 0.6, 0), (24, 0.6, 6), (64, 0.6, 6)]
+)
+def test_a_refill_is_predicted_as_it_is_simulated(slots, train_s, size):
+    """Half of the groups are kept; others begin as verdicts come, and the update with those that are certain to be kept."""
     costs = PlainCosts(
         decoding=DecodeCost(0.01, 0.0003, 0.0, slots), training=TrainCost(NOTHING, PassCost(0.0, 0.0, 0.0, sample_s=train_s), 0.0)
     )
     spec = APART.model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=slots)})
-    graph, models, _ = trace(drawing, {}, steps=2)
+    graph, models, _ = trace(drawing, {"size": size}, steps=2)
     choice = find_plan(workload_of(graph, spec), HEAVY, costs, spec, is_alone=True)
-    program = follow_program(drawing, {}, steps=10)
+    program = follow_program(drawing, {"size": size}, steps=10)
     simulated = simulate(program, lower(program.graph, models, spec, choice=choice), spec, costs, HEAVY)
     each = [simulated.history.periods[step].makespan_s for step in range(2, 10)]
     assert choice.predicted_step_s == pytest.approx(np.mean(each), rel=0.2)
