@@ -242,14 +242,14 @@ class CallLifecycle:
     def _begin_early(self, call_state: CallState) -> bool:
         """Prepare a call on what an unfinished refill gives, which takes groups as it becomes certain that they are given.
 
-        Others wait for the refill's end: those that take all rows at once, and those that share devices with the refill's engines, which
+        Others wait for the refill's end: those that take all rows at once, and those on the devices of all of the refill's engines, which
         would have to leave these for each other.
         """
         base = self._state.calls[call_state.bases[0]] if call_state.bases else None
         if base is None or base.refill is None or base.result is not None or not (base.gives_refill and call_state.takes_groups):
             return False
-        leases = {self._state.workers[name].lease for call in self._refills.generations(base.refill) for name in call.stage.workers}
-        if any(lease is not None and lease in leases for lease in map(self._lease_of, call_state.stage.workers)):
+        draw_on = {lease for call in self._refills.generations(base.refill) for lease in self._leases_of(call)}
+        if None not in draw_on and draw_on <= self._leases_of(call_state):
             return False
         call, in_order = call_state.call, call_state.is_update and self._state.deterministic
         call_state.coming = Coming(base.refill, call.options["minibatch_size"] if call_state.is_update else None, in_order=in_order)
@@ -260,8 +260,9 @@ class CallLifecycle:
         self._grow(call_state)
         return True
 
-    def _lease_of(self, worker: str) -> Lease | None:
-        return self._state.workers[worker].lease
+    def _leases_of(self, call_state: CallState) -> set[Lease | None]:
+        """The leases under which a call's workers run; None for those that share their devices with nobody."""
+        return {self._state.workers[name].lease for name in call_state.stage.workers}
 
     def _grow(self, call_state: CallState) -> None:
         """Give a call on an unfinished refill what has become certain, and of that what is done."""
