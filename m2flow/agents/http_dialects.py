@@ -26,7 +26,7 @@ import pydantic
 from m2flow.agents.chat import Turn
 from m2flow.agents.tools import Tool, ToolCall, client_tool
 from m2flow.errors import OptionError
-from m2flow.recipe import Sampling
+from m2flow.recipe import MOST_COUNTED, Sampling
 from m2flow.samples import Message
 
 MODEL = "policy"
@@ -273,8 +273,8 @@ class ChatCompletion(_Body):
     """OpenAI's chat completions."""
 
     messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
-    max_tokens: int | None = pydantic.Field(None, ge=1)
-    max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+    max_tokens: int | None = pydantic.Field(None, ge=1, le=MOST_COUNTED)
+    max_completion_tokens: int | None = pydantic.Field(None, ge=1, le=MOST_COUNTED)
     stop: str | list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     stream_options: dict[str, Any] | None = None
@@ -370,7 +370,7 @@ class ModelResponse(_Body):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = pydantic.Field(None, ge=1)
+    max_output_tokens: int | None = pydantic.Field(None, ge=1, le=MOST_COUNTED)
     tools: list[dict[str, Any]] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -502,7 +502,7 @@ class AnthropicMessage(_Body):
     """Anthropic's messages."""
 
     messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
-    max_tokens: int = pydantic.Field(ge=1)
+    max_tokens: int = pydantic.Field(ge=1, le=MOST_COUNTED)
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
