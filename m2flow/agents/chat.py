@@ -36,6 +36,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import math
 import random
 import time
 import types
@@ -488,6 +489,10 @@ class Chat:
             max_tokens: of the answer; by default what is left of the conversation's.
             stop: texts that end the answer, in place of the rollout's.
         """
+        if not isinstance(content, str) and not (isinstance(content, list | tuple) and all(isinstance(one, Mapping) for one in content)):
+            raise TypeError(
+                f'chat.say({content!r:.60}): it takes a text, or a list of messages like {{"role": "user", "content": "Hello"}}'
+            )
         for one in tools:
             if not isinstance(one, Tool):
                 raise TypeError(f"tools={one!r:.60}: it is no function under @tool")
@@ -667,7 +672,7 @@ class Chat:
         texts = usual if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         if stop is not None:
             Sampling(1, stop=texts)  # It raises here what would end the engine there.
-        if max_tokens is not None and max_tokens > 0:  # With less the turn is empty.
+        if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens <= 0):  # With these the turn is empty.
             check_count("max_tokens", max_tokens)
         self._is_busy = True
         self._table.begins_work(self.name)
@@ -694,7 +699,7 @@ class Chat:
         except DatasetError as error:
             if not has_begun:
                 self._table.begun.discard(self.name)
-            raise MessagesRefused(f"{error.what} {error.now}".strip()) from error
+            raise MessagesRefused(error) from error
         num_added = 0 if is_first else len(ids) if written is None else written.num_added
         begins = is_first or written is not None or self._branches_off
         if begins and written is None:
@@ -711,6 +716,8 @@ class Chat:
             if limit > 0:
                 self._passed(asked, began, reply)
             if reply is None and is_first:
+                if max_tokens is not None and max_tokens <= 0:
+                    raise EpisodeFailed("invalid", f"max_tokens={max_tokens} leaves no room for a response to the first prompt")
                 raise EpisodeFailed("invalid", f"the first prompt, of {len(ids)} tokens, leaves no room for a response")
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
@@ -754,7 +761,7 @@ class Chat:
         try:
             return len(self._table.make(self.by).begun(messages, [one.description for one in tools]))
         except DatasetError as error:
-            raise MessagesRefused(f"{error.what} {error.now}".strip()) from error
+            raise MessagesRefused(error) from error
 
     def texts_of(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
@@ -846,7 +853,7 @@ def reward_of(value: object, table: Table) -> Rewards:
         value = value["reward"]
     if value is None and not parts:
         return Rewards(None, {}, {}, {})
-    numbers = _numbers({"reward": value, **parts}, value)
+    numbers = _numbers({"reward": value, **parts})
     reward = numbers.pop("reward")
     return Rewards(reward, numbers, {}, {})
 
@@ -856,7 +863,7 @@ def _of_conversations(value: Mapping[Any, object], table: Table) -> Rewards:
     if unknown:
         said = f"the agent returned a reward of {unknown[0]!r:.60}, and its conversations are {', '.join(table.parents)}"
         raise EpisodeFailed("invalid", said)
-    numbers, names = _numbers(value, value), dict[str, str]()
+    numbers, names = _numbers(value), dict[str, str]()
     for name in table.begun:
         found = name
         while found and found not in numbers:
@@ -872,11 +879,15 @@ def _of_conversations(value: Mapping[Any, object], table: Table) -> Rewards:
     return Rewards(sum(used) / len(used), {}, numbers, dict(sorted(names.items())))
 
 
-def _numbers(given: Mapping[Any, object], value: object) -> dict[str, float]:
-    try:
-        numbers = {str(name): float(typing.cast(Any, part)) for name, part in given.items()}
-    except (TypeError, ValueError):
-        numbers = {"reward": float("nan")}
-    if isinstance(value, str) or any(number - number != 0 for number in numbers.values()):
-        raise EpisodeFailed("invalid", f"the agent returned {value!r:.80}; a reward is a finite number")
+def _numbers(given: Mapping[Any, object]) -> dict[str, float]:
+    numbers = dict[str, float]()
+    for name, part in given.items():
+        try:
+            number = math.nan if isinstance(part, str | bytes) else float(typing.cast(Any, part))
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            of = "" if name == "reward" else f" for {name!r:.60}"
+            raise EpisodeFailed("invalid", f"the agent returned {part!r:.80}{of}; a reward, and each part of it, is a finite number")
+        numbers[str(name)] = number
     return numbers

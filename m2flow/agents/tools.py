@@ -28,12 +28,9 @@ Calls are read in the form of the model's family; the raw text stays with the tu
     phi4_mini    <|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>, or functools[...]   Phi-4-mini, Granite 3
     gemma        <start_function_call>call:NAME{KEY:<escape>TEXT<escape>}<end_function_call>     FunctionGemma, Gemma 4
 
-Values without quotation marks (qwen3_coder, glm45) are read by the type that the tool's schema gives them. What a model of the family
-`harmony` says is what it writes in the channel `final`, and in `commentary` to nobody; its `analysis` is in the turn's raw text alone.
-
-A call that is not well formed, or names no tool, is a call with a fault, which the model is told; nothing is guessed. Of a turn that was
-cut off no call is read at all: half of one may be valid by accident. A chat template that presents tools, and none of these forms, is
-refused, unless the agent says how its model's calls are read.
+Of `harmony`, the channel `final`, and `commentary` to nobody, is what a model says; its `analysis` is in the turn's raw text alone. A call
+that is not well formed, or names no tool, is a call with a fault, which the model is told; nothing is guessed. Of a turn that was cut off
+no call is read at all: half of one may be valid by accident.
 
 Source:
     The forms are those of the models' chat templates; the names follow vLLM's `--tool-call-parser`. Harmony: OpenAI's response format.
@@ -81,8 +78,8 @@ class EpisodeFailed(Exception):
 class MessagesRefused(EpisodeFailed):
     """What was said can't be written as the model reads it. Nothing of it was said: the conversation is as it was, and may go on."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__("invalid", what)
+    def __init__(self, why: DatasetError) -> None:
+        super().__init__("invalid", ". ".join(filter(None, (why.what, why.now))))
 
 
 @dataclass(frozen=True)
@@ -278,11 +275,7 @@ class Threads(ThreadPoolExecutor):
         self._slots: dict[str, asyncio.Semaphore] = {}
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Have a thread call the function.
-
-        Raises:
-            OpError: too many that were given up run still.
-        """
+        """Have a thread call the function. Raises `OpError`: too many that were given up run still."""
         with self._change:
             if self._is_shut:
                 raise RuntimeError("the threads have been shut down")
@@ -384,10 +377,14 @@ def _schema_of(hint: Any) -> dict[str, Any]:
 
 
 def _written(result: object) -> str:
-    try:
-        return result if isinstance(result, str) else json.dumps(result)
-    except (TypeError, ValueError, RecursionError):
-        return str(result)
+    def plain(one: object) -> object:  # The order of a set is its process's. What comes back as it was is none, and JSON refuses it.
+        return sorted(one, key=repr) if isinstance(one, set | frozenset) else one
+
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return result if isinstance(result, str) else json.dumps(result, default=plain)
+    if re.search(" at 0x[0-9a-fA-F]+>", text := str(result)):
+        raise TypeError(f"the result is {text:.80}, which says where it is in memory; return a text, or what JSON can say")
+    return text
 
 
 def shortened(text: str, max_chars: int) -> str:

@@ -175,6 +175,28 @@ def test_what_a_tool_gives_or_raises_that_is_no_text_is_its_error_and_not_the_ag
     assert said[-1].text == "Error: ValueError: a\\ud800b"
 
 
+def test_a_tools_result_is_a_text_of_its_value_alone_or_an_error(loop):
+    plain = {"a set": {"kinds": {"b", "a"}}, "a frozen set": frozenset(["b", None]), "bytes": b"x", "an enum": Outcome("x")}
+    placed = {"an object": object(), "a part": [object()], "a generator": (one for one in ()), "a function": lambda: None}
+
+    @tool(replay="pure")
+    def gives(what: str) -> object:
+        """Give it."""
+        return {**plain, **placed}[what]
+
+    said: dict[str, Outcome] = {}
+
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say("?", tools=[gives], max_tokens=3)
+        calls = [ToolCall("gives", {"what": what}) for what in (*plain, *placed)]
+        said.update(zip((*plain, *placed), await chat.run(calls), strict=True))
+        return 1.0
+
+    assert episode(loop, body).columns["failure"] == ""
+    assert [said[what].text for what in plain] == ['{"kinds": ["a", "b"]}', '["b", null]', "b'x'", '["x", false]']
+    assert all(said[what].is_error and "return a text" in said[what].text for what in placed)
+
+
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -391,6 +413,52 @@ def test_a_failed_episode_says_how_and_has_no_reward(loop, body, bounds, how):
     assert math.isnan(found.columns["reward"])
     assert found.num_sampled > 0, "its tokens are kept for the record"
     assert found.columns["episode"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (10**400, "the agent returned 1000"),
+        ({"reward": 1.0, "style": None}, "the agent returned None for 'style'"),
+        ({"reward": 1.0, "style": "0.5"}, "the agent returned '0.5' for 'style'"),
+        ({"reward": 1.0, "style": math.inf}, "the agent returned inf for 'style'"),
+        ({"main": "1.0"}, "the agent returned '1.0' for 'main'"),
+        (b"1.0", "the agent returned b'1.0'"),
+        ({}, "the agent returned {}"),
+    ],
+    ids=["too large", "part None", "part text", "part inf", "conversation", "bytes", "nothing"],
+)
+def test_a_reward_or_a_part_of_one_that_is_no_finite_number_is_named(loop, returned, says):
+    async def body(chat: Chat, row: Sample) -> object:
+        await chat.say("?", max_tokens=3)
+        return returned
+
+    found = episode(loop, body)
+    assert found.columns["failure"] == "invalid"
+    assert says in found.columns["episode"]["error"]
+    assert "finite number" in found.columns["episode"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "says"),
+    [
+        (None, {}, "chat.say(None): it takes a text, or a list of messages"),
+        (12, {}, "chat.say(12): it takes a text, or a list of messages"),
+        (["Hello?"], {}, "chat.say(['Hello?']): it takes a text, or a list of messages"),
+        ({"role": "user", "content": "Hello?"}, {}, "it takes a text, or a list of messages"),
+        ([{"content": "Hello?"}], {}, "has no role: {'content': 'Hello?'}. Messages are like"),
+        ("?", {"max_tokens": "8"}, "max_tokens is '8'; it must be a whole number"),
+        ("?", {"max_tokens": 0}, "max_tokens=0 leaves no room for a response to the first prompt"),
+        ("?", {"max_tokens": -1}, "max_tokens=-1 leaves no room for a response to the first prompt"),
+    ],
+)
+def test_what_can_t_be_said_fails_the_episode_with_what_it_takes_instead(loop, content, options, says):
+    async def body(chat: Chat, row: Sample) -> float:
+        await chat.say(content, **options)
+        return 1.0
+
+    found = episode(loop, body)
+    assert says in found.columns["episode"]["error"]
 
 
 RELEASED = threading.Event()
