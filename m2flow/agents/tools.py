@@ -149,7 +149,7 @@ class Tool:
         return f"timed out after {self.timeout_s or 0:g} s"
 
     def _failed(self, said: str) -> Outcome:
-        return Outcome(shortened(f"Error: {said}", self.max_chars), is_error=True)
+        return Outcome(shortened(f"Error: {_PLACE.sub('>', said)}", self.max_chars), is_error=True)
 
     def checked(self, call: ToolCall) -> tuple[dict[str, object], str]:
         """The arguments of a call by the types of the parameters, and what is wrong with them; empty if nothing is."""
@@ -376,14 +376,17 @@ def _schema_of(hint: Any) -> dict[str, Any]:
     return _adapter(hint).json_schema()
 
 
+_PLACE = re.compile(" at 0x[0-9a-fA-F]+>")  # Where an object is in memory, which is another place in each process.
+
+
 def _written(result: object) -> str:
     def plain(one: object) -> object:  # The order of a set is its process's. What comes back as it was is none, and JSON refuses it.
         return sorted(one, key=repr) if isinstance(one, set | frozenset) else one
 
     with contextlib.suppress(TypeError, ValueError, RecursionError):
         return result if isinstance(result, str) else json.dumps(result, default=plain)
-    if re.search(" at 0x[0-9a-fA-F]+>", text := str(result)):
-        raise TypeError(f"the result is {text:.80}, which says where it is in memory; return a text, or what JSON can say")
+    if _PLACE.search(text := str(result)):
+        raise TypeError(f"the result is {_PLACE.sub('>', text):.80}, which is told by its place in memory; return a text, or JSON's values")
     return text
 
 

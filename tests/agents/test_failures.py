@@ -178,11 +178,15 @@ def test_what_a_tool_gives_or_raises_that_is_no_text_is_its_error_and_not_the_ag
 def test_a_tools_result_is_a_text_of_its_value_alone_or_an_error(loop):
     plain = {"a set": {"kinds": {"b", "a"}}, "a frozen set": frozenset(["b", None]), "bytes": b"x", "an enum": Outcome("x")}
     placed = {"an object": object(), "a part": [object()], "a generator": (one for one in ()), "a function": lambda: None}
+    placed["an error"] = KeyError(object())
 
     @tool(replay="pure")
     def gives(what: str) -> object:
-        """Give it."""
-        return {**plain, **placed}[what]
+        """Give it, or raise it."""
+        result = {**plain, **placed}[what]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     said: dict[str, Outcome] = {}
 
@@ -194,7 +198,8 @@ def test_a_tools_result_is_a_text_of_its_value_alone_or_an_error(loop):
 
     assert episode(loop, body).columns["failure"] == ""
     assert [said[what].text for what in plain] == ['{"kinds": ["a", "b"]}', '["b", null]', "b'x'", '["x", false]']
-    assert all(said[what].is_error and "return a text" in said[what].text for what in placed)
+    assert all(said[what].is_error and ("return a text" in said[what].text) == (what != "an error") for what in placed)
+    assert all("0x" not in said[what].text for what in placed), "the model would read something else in each process"
 
 
 @pytest.mark.parametrize(
