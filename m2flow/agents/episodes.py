@@ -331,7 +331,10 @@ class _Episode:
                 )
                 chat = Chat(table, table.make(""), MAIN)
                 opened = {name: await resources.get(kind) for name, kind in agent.resources}
-                return reward_of(await agent.function(chat, self.start.row, **opened), table)  # type: ignore[misc]
+                returned = await agent.function(chat, self.start.row, **opened)  # type: ignore[misc]
+                if self.limit.expired():  # It has caught its cancellation.
+                    raise TimeoutError
+                return reward_of(returned, table)
         except TimeoutError:
             if self.limit.expired():
                 raise EpisodeFailed("timed_out", f"it took longer than {self.start.bounds.timeout_s} s") from None

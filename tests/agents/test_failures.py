@@ -466,6 +466,19 @@ def test_what_can_t_be_said_fails_the_episode_with_what_it_takes_instead(loop, c
     assert says in found.columns["episode"]["error"]
 
 
+async def goes_on_when_its_time_is_over(chat: Chat, row: Sample) -> float:
+    await chat.say("?", max_tokens=3)
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    return 1.0
+
+
+def test_what_an_agent_returns_when_its_time_is_over_is_no_reward(loop):
+    found = episode(loop, goes_on_when_its_time_is_over, Bounds(8, timeout_s=0.02))
+    assert found.columns["failure"] == "timed_out"
+    assert math.isnan(found.columns["reward"])
+
+
 RELEASED = threading.Event()
 
 
