@@ -540,11 +540,13 @@ class Run:
         try:
             with naming_engine_errors("the run"):
                 wall_s, digests = self._run_eager(plan) if self.settings.eager else self._run_planned(plan)
+                self._journal.make_certain()  # Also that the run directory is where the trained model was saved.
             reason = DONE
         except BaseException as error:
             reason = f"{type(error).__name__}: {error.what if isinstance(error, M2FlowError) else error}"
             raise
         finally:
+            self.run_dir = self._journal.directory or self.run_dir
             # An error of closing must not hide why the run failed.
             with contextlib.nullcontext() if reason == DONE else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
                 self._journal.ended(reason)
@@ -725,6 +727,8 @@ class Run:
 
     def _write_pictures(self) -> None:
         """Write pictures and exports of the run, also of a failed one. An error in here must not hide why it failed."""
+        if not self.run_dir.is_dir():
+            return
         try:
             to_otel(self.run_dir)
             write_trace(self.run_dir, self.run_dir / "trace.json.gz", devices=self._plan.device_names if self._plan else None)

@@ -135,8 +135,8 @@ def stop_position(num_done: int, num_steps: int | None) -> str:
 
 
 def has_directory(run: display.Watched) -> bool:
-    """Whether the run has come as far as to make its directory."""
-    return run.run_dir != Path()
+    """Whether the run has come as far as to make its directory, which is still there."""
+    return run.run_dir != Path() and run.run_dir.is_dir()
 
 
 def leftovers(run: display.Watched, *, was_there: bool, goes_on: str) -> str:

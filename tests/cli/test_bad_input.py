@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import shlex
+import shutil
 import signal
 import socket
 import sqlite3
@@ -330,3 +331,26 @@ def test_deterministic_eager_runs_set_the_environment_before_torch_is_loaded(pla
     assert done.returncode == 0, done.stderr
     assert re.search(r"FOUND \w+ 1$", done.stdout, re.MULTILINE), done.stdout
     assert "FOUND None" not in done.stdout
+
+
+@pytest.mark.parametrize("way", ["moved", "removed"])
+def test_a_run_whose_directory_is_taken_away_stops_and_says_so_and_loses_nothing(place: Path, way: str) -> None:
+    elsewhere = place / "elsewhere"
+    with start(place, "--cluster", "split.yaml") as process:
+        read_until(process, TRAINED)
+        directory = run_dir(place)
+        directory.rename(elsewhere)
+        if way == "removed":
+            shutil.rmtree(elsewhere)
+        said = process.communicate(timeout=240)[0]
+    assert process.returncode == 1, said
+    assert not directory.exists()
+    assert workers(place) == []
+    named = directory.relative_to(place)
+    if way == "removed":
+        assert f"HostError: the run directory {named} was removed while the run was going on\n" in said
+        assert "--resume" not in said
+        return
+    assert f"HostError: the run directory {named} was moved to {elsewhere} while the run was going on\n" in said
+    assert f"; to go on: m2flow run --resume {elsewhere}\n" in said
+    assert sum(1 for _ in read_samples(elsewhere)) >= 8

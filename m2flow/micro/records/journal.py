@@ -144,6 +144,11 @@ class Journal:
         known, self._known = self._known, {}
         self._ledger.knows(known)
 
+    @property
+    def directory(self) -> Path | None:
+        """Where the run's directory is by now, if somebody has moved it. None: it was removed."""
+        return self._ledger.directory
+
     def ended(self, reason: str) -> None:
         """Record the end of the attempt: `done`, or the reason of its failure."""
         self._compare_lengths()

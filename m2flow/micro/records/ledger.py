@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -33,7 +34,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from m2flow.errors import InternalError, SpecError, naming_host_errors
+from m2flow.errors import HostError, InternalError, SpecError, naming_host_errors
 from m2flow.macro.graph import Call
 from m2flow.micro.protocol.staleness import Decision, Decisions, VersionSpan
 from m2flow.micro.records.accounting import Class, bias_of
@@ -136,6 +137,8 @@ class Ledger:
         self._path = path
         self._is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        self._place = path.parent.absolute()
         self._committed_s = time.monotonic()
         self._lock = threading.RLock()
         self._failure: sqlite3.Error | None = None
@@ -156,9 +159,14 @@ class Ledger:
             self._end_transaction()
         finally:
             self._db.close()
+            os.close(self._directory)
 
     def commit(self, *, durably: bool = False) -> None:
-        """End the transaction. It then survives a killed process; with `durably`, also a power failure."""
+        """End the transaction. It then survives a killed process; with `durably`, also a power failure.
+
+        Raises:
+            HostError: it is in the ledger, which is no longer where the run was begun (`directory`).
+        """
         self._gather()
         with self._lock:
             self._end_transaction()
@@ -166,6 +174,25 @@ class Ledger:
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
             self._run("BEGIN")
             self._committed_s = time.monotonic()
+        there = self.directory
+        if there != self._path.parent:
+            raise HostError(
+                f"the run directory {self._path.parent} was {f'moved to {there}' if there else 'removed'} while the run was going on",
+                now="A run must stay where it is until it has stopped, as its workers and checkpoints go by its path.",
+            )
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the directory of the ledger is by now, as it may be moved with what is open in it. None: it is nowhere to be found."""
+        places = {self._place: self._path.parent}
+        with contextlib.suppress(OSError):  # Not every system has it.
+            linked = Path(os.readlink(f"/proc/self/fd/{self._directory}"))
+            places.setdefault(linked, linked)
+        for place, called in places.items():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(place.stat(), os.fstat(self._directory)):
+                    return called
+        return None
 
     def _end_transaction(self) -> None:
         if self._db.in_transaction:
