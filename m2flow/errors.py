@@ -381,6 +381,12 @@ def unexpected(call: str, error: Exception) -> M2FlowError:
     return InternalError(f"{call}: {error!r}", remote=remote)
 
 
+def is_compiled(filename: str) -> bool:
+    """Whether a frame's file is the source of a compiled library, by the name that it had where that was built: it isn't here."""
+    is_named_so = not filename.startswith("<") and (not os.path.isabs(filename) or filename.endswith(".pyx"))
+    return is_named_so and not os.path.exists(filename)
+
+
 _CONTRACT = "m2flow.engines.contract"
 
 

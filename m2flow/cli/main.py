@@ -39,6 +39,7 @@ from m2flow.errors import (
     did_you_mean,
     engine_that_raised,
     host_error,
+    is_compiled,
     unexpected,
 )
 
@@ -153,6 +154,8 @@ def failure_of(error: Exception, run_dir: Path | None = None, notes: str = "") -
 
 
 def _owner(filename: str) -> str:
+    if is_compiled(filename):
+        return "library"
     path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
     if path.startswith(_PACKAGE):
         return "m2flow"

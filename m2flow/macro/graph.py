@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from m2flow.errors import TraceError, engine_that_raised
+from m2flow.errors import TraceError, engine_that_raised, is_compiled
 from m2flow.recipe import Episodes
 from m2flow.samples import EPISODE, SAMPLING_MASK, TOKEN_COLUMNS, Batch
 
@@ -566,7 +566,7 @@ def owner(filename: str) -> Literal["m2flow", "library", "user"]:
     if filename.startswith(_PACKAGE):
         return "user" if filename.startswith(_FLOWS) else "m2flow"
     is_librarys = filename.startswith(_LIBRARIES) or any(folder in filename for folder in _LIBRARY_FOLDERS)
-    return "library" if is_librarys else "user"
+    return "library" if is_librarys or is_compiled(filename) else "user"
 
 
 def _read(innermost: FrameType, count: int) -> tuple[Site, list[CodeType]]:

@@ -71,6 +71,16 @@ def test_a_recursion_has_a_place_for_each_depth_and_old_ones_are_forgotten(monke
         assert [len(site.path) - len(sites[0].path) for site in sites] == list(range(31))
 
 
+def test_a_place_in_a_compiled_library_is_not_the_users_who_called_it(tmp_path, monkeypatch):
+    """Its frames have the names that its sources had where it was built."""
+    for built in ("zmq/backend/cython/_zmq.py", "pandas/_libs/hashtable.pyx", "/project/numpy/random/mtrand.pyx"):
+        assert owner(built) == "library"
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    for mine in ("mine.py", "<a cell>", "/tmp/ipykernel_7/8.py"):
+        assert owner(mine) == "user"
+
+
 def test_a_library_of_an_environment_that_this_one_stands_on_is_a_library(tmp_path):
     for folder in ("lib/python3.11/site-packages", "lib/python3/dist-packages"):
         assert owner(str(tmp_path / folder / "library.py")) == "library"
