@@ -27,6 +27,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import resource
 import sqlite3
 import threading
 import time
@@ -129,6 +130,17 @@ def hold_run_lock(run_dir: Path) -> Iterator[None]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+_MOST_FILES = 65_536
+
+
+def raise_file_limit() -> None:
+    """Let this process and the workers that it starts have as many open files as is permitted. At its limit libzmq aborts a process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def with_smaller_microbatches(spec: ClusterSpec) -> ClusterSpec:
@@ -462,6 +474,7 @@ class Run:
         """
         plan = self._plan or self.prepare()
         check_engines(plan, self.spec, self._models)
+        raise_file_limit()
         find_models(self._models, self.spec, with_weights=True)
         # Missing packages and accounts are reported before there is a directory.
         destinations(self.settings, Path(), self.flow.name, lambda said: None)

@@ -278,6 +278,13 @@ def test_the_commands_that_a_run_names_can_be_given_to_a_shell_whatever_its_dire
     assert f" m2flow view '{made.relative_to(place)}'\n" in done.stdout + done.stderr
 
 
+def test_a_run_takes_as_many_open_files_as_it_may_have(place: Path) -> None:
+    """At the lower limit libzmq would end the controller or a worker without a word of ours."""
+    limited = f"ulimit -Sn 24; exec {shlex.join(command('--cluster', 'split.yaml', '--quiet'))}"
+    done = programs.run(["bash", "-c", limited], cwd=place)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_run_can_be_interrupted_while_its_workers_start(place: Path) -> None:
     with start(place, "--cluster", "split.yaml") as process:
         while not workers(place):
