@@ -245,6 +245,9 @@ class RayCluster:
         self._flow_directory = flow_directory
         self._ray: Any = None
         self._was_open = False
+        self._head = ""
+        """`HOST:PORT` at which the head node answers this process; empty for a client, to whom another process of Ray's answers."""
+        self._is_lost = False
         self._groups: list[Any] = []
         self._ready: Any = None
 
@@ -259,6 +262,8 @@ class RayCluster:
         self._ray = require_ray()
         if self._ray.is_initialized():
             self._was_open = True
+            self._head = self._ray.get_runtime_context().gcs_address or ""
+            check_answer(self._head)
             return
         check_answer(self._spec.address)
         handler = _sigterm()
@@ -273,6 +278,25 @@ class RayCluster:
             raise _no_cluster(self._spec.address, _first_line(error)) from None
         finally:
             handler()
+        if not self._spec.address.startswith("ray://"):
+            self._head = self._ray.get_runtime_context().gcs_address
+
+    def check_head(self) -> None:
+        """Check that the head node answers. Without one, Ray's calls wait, and after a minute (its own setting) it ends this process.
+
+        Raises:
+            WorkerError: it has not answered for a third of that time, or once before; nothing more is asked of the cluster then.
+        """
+        try:
+            if not self._is_lost:
+                check_answer(self._head, float(os.environ.get(_RAYS_PATIENCE, "60")) / 3)
+                return
+        except SpecError:
+            self._is_lost = True
+        raise WorkerError(
+            f"the head node of the Ray cluster at {self._head} answers no more",
+            now="`ray start` makes a cluster again; then `m2flow run --resume` goes on with the run, with --cluster SPEC on another one.",
+        )
 
     def _environment(self) -> dict[str, object]:
         """Return the runtime environment for each node. Ray merges it with a submitted job's and refuses duplicates: there the job's
@@ -394,6 +418,9 @@ class RayCluster:
         """Remove all placement groups and disconnect. May be called twice."""
         if self._ray is None:
             return
+        if self._is_lost:
+            self._ray = None
+            return
         for group in list(self._groups):
             self.release(group)
         self._ready = None
@@ -457,6 +484,7 @@ def _first_line(error: BaseException) -> str:
 _ANSWERS_S = 1.0
 """An agent answers a poll after so long even without news."""
 _LOOKS_S = 0.25
+_RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _ENDS_S = 5.0
 """How long agents get to end their workers."""
 
@@ -543,6 +571,7 @@ class RayLauncher(Launcher):
         self._thread.start()
 
     def restart(self, worker: str, incarnation: int) -> None:
+        self._cluster.check_head()
         with self._lock:
             self._given_back.discard(worker)
         if worker not in self._room:
@@ -592,6 +621,11 @@ class RayLauncher(Launcher):
         self._is_stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+        try:
+            self._cluster.check_head()
+        except M2FlowError:  # Its nodes end their workers.
+            self._cluster.close()
+            return
         with self._lock:
             everybody = list(self._hosted.values())
         for hosted in everybody:
@@ -643,9 +677,12 @@ class RayLauncher(Launcher):
     # The thread that follows the agents
 
     def _watch(self) -> None:
-        last_s = time.monotonic()
+        last_s = asked_s = time.monotonic()
         try:
             while not self._is_stopping.is_set():
+                if time.monotonic() - asked_s > self._spec.ray.silent_after_s:
+                    self._cluster.check_head()
+                    asked_s = time.monotonic()
                 with self._lock:
                     pending = {hosted.pending: hosted for hosted in self._hosted.values() if hosted.pending is not None}
                 if not pending:

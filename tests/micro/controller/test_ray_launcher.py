@@ -109,6 +109,26 @@ def test_a_killed_worker_is_started_again_with_another_actor(cluster: Any, tmp_p
     assert [incident[1:3] for incident in said["incidents"]] == [["lost", "rollout-1"], ["started again", "rollout-1"]]
 
 
+def test_a_run_whose_head_node_is_lost_ends_with_the_reason_before_ray_ends_its_process(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    alone, (agent,) = Cluster(), free_ports(1)
+    try:
+        ray_start.persistently(partial(alone.add_node, num_cpus=5, include_dashboard=False, dashboard_agent_listen_port=agent))
+        address = alone.address
+        ray = f"ray={json.dumps({'address': address, 'patience_s': PATIENCE_S})}"
+        with started(tmp_path / "runs", "fake", ray, held_at=3) as running:
+            running.until_generated()
+            alone.head_node.kill_gcs_server()
+            there = workers(alone)
+            for name in ("rollout-0", "rollout-1"):
+                there[name].kill()
+            said = running.ended()
+        assert f"the head node of the Ray cluster at {address} answers no more" in said["error"]
+    finally:
+        alone.shutdown()
+
+
 def test_workers_end_when_their_driver_is_killed(cluster: Any, tmp_path: Path) -> None:
     with started(tmp_path / "runs", "fake", on_ray(cluster), held_at=3) as running:
         running.until_generated()
