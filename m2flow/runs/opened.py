@@ -243,8 +243,9 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What the run was: options, cluster, settings, and under `resolved` what they came to (`config.json`)."""
-        found = json.loads((self.path / "config.json").read_text())
-        return dict(found)
+        from m2flow.micro.records.provenance import read_configuration
+
+        return read_configuration(self.path)
 
     @property
     def state(self) -> str:

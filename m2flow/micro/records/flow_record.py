@@ -19,7 +19,6 @@ run leaves the logs that sequential execution leaves.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 from collections import deque
@@ -36,6 +35,7 @@ from m2flow.errors import ErrorRecord, InternalError, M2FlowError, SpecError, er
 from m2flow.macro.graph import Call
 from m2flow.macro.replay import CallRecord, LogEntry, Look
 from m2flow.micro.records.ledger import Ledger
+from m2flow.micro.records.provenance import read_configuration
 from m2flow.micro.records.rundir import reading_ledger
 from m2flow.micro.records.segments import Place, read_segment
 from m2flow.samples import Batch
@@ -190,11 +190,11 @@ def read_record(run_dir: Path) -> RunRecord:
     """Read the record of a run's flow; also while the run goes on or after it failed.
 
     Raises:
-        SpecError: there is no run, or it was made before runs had a record.
+        SpecError: there is no run, it was made before runs had a record, or its files are damaged.
     """
     if not (run_dir / "ledger.db").is_file():
         raise SpecError(f"there is no run in {run_dir}", now="Give a run's directory, as `m2flow run` prints it.")
-    seed = json.loads((run_dir / "config.json").read_text())["settings"]["seed"] if (run_dir / "config.json").is_file() else 0
+    seed = read_configuration(run_dir)["settings"]["seed"] if (run_dir / "config.json").is_file() else 0
     try:
         with reading_ledger(run_dir) as db:
             bodies = {

@@ -36,6 +36,8 @@ from m2flow.samples import ENGINE_COLUMNS, EPISODE, MAIN, Batch, Finish, Sample,
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_UNREADABLE = "It may be damaged, or of another version of m2flow."
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
     "step": "the step of the flow in which it was generated; -1 before the loop, whose numbers are logged under step 0",
@@ -337,8 +339,9 @@ class SampleQuery:
             add_endings(self._db)
             self._db.create_function("turns_of", 1, self._turns_of)
             self._db.execute(_VIEW)
+            self._db.execute("EXPLAIN SELECT * FROM listed")  # Of an empty file, tables are missing.
         except sqlite3.Error as error:
-            raise SpecError(f"can't read {path}: {error}", now="It may be of another version of m2flow.") from None
+            raise SpecError(f"can't read {path}: {error}", now=_UNREADABLE) from None
         self._db.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY)
         return self
 
@@ -569,6 +572,8 @@ class SampleQuery:
         try:
             return self._db.execute(statement, values).fetchall()
         except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+                raise SpecError(f"can't read {self._run_dir / 'ledger.db'}: {error}", now=_UNREADABLE) from None
             raise OptionError(
                 f"the condition can't be used: {error}",
                 now=f"It is an SQL expression over {', '.join(COLUMNS)}, and may search: matches('words').",

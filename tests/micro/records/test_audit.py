@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, nll, reinforce, steps
+from m2flow import Dataset, Policy, Reward, Sample, flow, nll, open_run, reinforce, steps
 from m2flow.cli.main import cli
 from m2flow.errors import OpError, RewardError, SpecError
 from m2flow.micro.records.audit import audit
@@ -193,6 +193,15 @@ def test_a_run_whose_resume_ended_before_it_repeated_anything_is_not_called_brok
         assert db.execute("SELECT 1 FROM calls WHERE ordinal=?", (update,)).fetchone() is None
     (calls,) = [check for check in audit(tmp_path / "run").checks if check.name.startswith("the calls are")]
     assert calls.holds, calls
+
+
+def test_a_configuration_that_is_cut_off_is_named(sound, tmp_path):
+    shutil.copytree(sound, tmp_path / "copy")
+    file = tmp_path / "copy" / "config.json"
+    file.write_bytes(file.read_bytes()[:-9])
+    for read in (audit, lambda path: open_run(path).config):
+        with pytest.raises(SpecError, match=r"config\.json does not say what the run was"):
+            read(tmp_path / "copy")
 
 
 def test_a_damaged_and_a_missing_segment_are_found(sound, tmp_path):

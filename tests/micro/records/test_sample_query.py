@@ -162,6 +162,14 @@ def test_a_directory_without_a_ledger_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+def test_a_ledger_that_is_cut_off_is_named_and_not_the_condition(run_dir, tmp_path, share):
+    whole = (run_dir / "ledger.db").read_bytes()
+    (tmp_path / "ledger.db").write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(SpecError, match=r"can't read .*ledger\.db"), SampleQuery(tmp_path) as book:
+        list(book.entries())
+
+
 def test_turns_of_episodes_choose_and_sort(tmp_path):
     @agent
     async def talkative(chat: Chat, row: Sample) -> float:
