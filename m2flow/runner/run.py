@@ -478,7 +478,7 @@ class Run:
         find_models(self._models, self.spec, with_weights=True)
         # Missing packages and accounts are reported before there is a directory.
         destinations(self.settings, Path(), self.flow.name, lambda said: None)
-        with naming_disk_errors(self.settings.runs_dir):
+        with naming_disk_errors(self._resume or self.settings.runs_dir):
             self.run_dir = fetch_run_dir(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
             with hold_run_lock(self.run_dir):
                 if self._resume is None:

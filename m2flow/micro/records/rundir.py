@@ -60,8 +60,24 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 def open_ledger(run_dir: Path) -> sqlite3.Connection:
-    """Open the ledger of a run for reading. Raises `sqlite3.Error`: there is none."""
-    return sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)
+    """Open the ledger of a run for reading. Raises `sqlite3.Error`: there is none.
+
+    SQLite makes files beside it. Where it may not (another user's run, a disk that is mounted read-only), a ledger without a log of newer
+    writes (`ledger.db-wal`) is read as one that nobody changes.
+    """
+    ledger = run_dir / _LEDGER
+    uri = f"{ledger.absolute().as_uri()}?mode=ro"
+    db = sqlite3.connect(uri, uri=True)
+    try:
+        db.execute("SELECT 1 FROM sqlite_master LIMIT 1")
+    except sqlite3.Error as error:
+        log = ledger.with_name(f"{_LEDGER}-wal")
+        may_not = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        if not may_not or (log.exists() and log.stat().st_size):
+            return db  # What is asked of it next meets the same.
+        db.close()
+        return sqlite3.connect(f"{uri}&immutable=1", uri=True)
+    return db
 
 
 @contextlib.contextmanager

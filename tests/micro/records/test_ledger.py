@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import os
 import resource
 import sqlite3
+import tempfile
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -290,6 +292,23 @@ def test_nothing_is_written_to_a_ledger_after_what_a_full_disk_refused(tmp_path:
         assert db.execute("SELECT count(*) FROM logs").fetchone() == (0,)
         assert db.execute("SELECT count(*) FROM known").fetchone() == (0,), "what it says to be in the ledger is not"
         assert db.execute("SELECT reason FROM attempts").fetchone() == ("the disk is full",)
+
+
+def test_the_records_of_a_run_are_read_where_nothing_may_be_made_beside_them() -> None:
+    """As of another user's run, or on a disk that is mounted read-only."""
+    user, nobody = os.geteuid(), 65_534
+    with tempfile.TemporaryDirectory() as made:
+        write(Path(made), [IDS]).close()
+        os.chmod(made, 0o555)
+        if user == 0:  # Root may write anywhere.
+            os.seteuid(nobody)
+        try:
+            assert not os.access(made, os.W_OK, effective_ids=True)
+            found = list(read_samples(Path(made)))
+        finally:
+            os.seteuid(user)
+            os.chmod(made, 0o755)
+        assert len(found) == len(IDS)
 
 
 def test_the_records_of_a_run_are_read_whatever_its_directory_is_called(tmp_path: Path) -> None:
