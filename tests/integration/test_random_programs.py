@@ -348,6 +348,20 @@ WRONG = {
         order_seed=6794691,
         num_losses=3,
     ),
+    "a call that takes over carried samples allows fewer tokens than the one that drew them": Case(
+        Program(
+            num_policies=1,
+            num_steps=2,
+            before=(),
+            body=(
+                Generate(policy=0, source="take", which=2, count=1, n=3, longest=2, more=2, carries=True),
+                Generate(policy=0, source="take", which=2, count=3, n=3, longest=6, more=1, carries=True),
+            ),
+            staleness=1,
+        ),
+        SPEC.model_copy(update={"rollout": RolloutSpec(engine="fake", max_running=5), "channels": ChannelSpec(max_samples=9)}),
+        order_seed=618470792,
+    ),
 }
 """Cases that have ended otherwise than eager, as `make fuzz` prints them."""
 

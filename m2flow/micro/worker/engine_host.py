@@ -542,7 +542,7 @@ class EngineHost:
 
     def _most_tokens(self, packed: int) -> int:
         """Tokens that a sample may be given; who asks for a turn from elsewhere knows that itself."""
-        sampling = inflight.call.options["sampling"] if (inflight := self._inflight.get(packed)) else None
+        sampling = inflight.drawn.options["sampling"] if (inflight := self._inflight.get(packed)) else None
         return sampling.max_new_tokens if isinstance(sampling, Sampling) else sys.maxsize
 
     def _check_left(self, role: str, generator: RolloutEngine | Episodes, finished: Sequence[Generated]) -> None:
