@@ -235,9 +235,7 @@ class CallLifecycle:
                 self._cut_if_active(call_state)
         elif call_state.users and (call_state.result is not None or call_state.gives_refill) and not call_state.is_over:
             self._prepare_consumers(call_state)
-        if self._state.recorded:
-            for report in self._recovery.prepared(call_state):
-                self.restored(report)
+        self._take_recorded(call_state)
 
     def _begin_early(self, call_state: CallState) -> bool:
         """Prepare a call on what an unfinished refill gives, which takes groups as it becomes certain that they are given.
@@ -279,6 +277,13 @@ class CallLifecycle:
                     call_state.arrived(needed, came, source.num_tokens)
         if found:
             self._state.rows_came(call_state)
+            self._take_recorded(call_state)
+
+    def _take_recorded(self, call_state: CallState) -> None:
+        """Take in what the ledger has of a call's rows."""
+        if self._state.recorded:
+            for report in self._recovery.prepared(call_state):
+                self.restored(report)
 
     def _all_came(self, call_state: CallState) -> None:
         """Take in that the refill of a call's rows has ended with a result."""
@@ -292,9 +297,7 @@ class CallLifecycle:
             self.fail(call_state, call_state.failure[1])
         elif call_state.has_all_rows:
             self.complete(call_state, None)
-        if self._state.recorded:
-            for report in self._recovery.prepared(call_state):
-                self.restored(report)
+        self._take_recorded(call_state)
 
     def _await_inputs(self, call_state: CallState) -> None:
         """Have a call without rows wait for its inputs: no row of theirs holds it back, and it must not end before them."""

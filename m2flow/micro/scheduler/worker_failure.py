@@ -70,9 +70,10 @@ class Recovery:
                 yield from self.prepared(call_state)
 
     def prepared(self, call_state: CallState) -> Iterator[RowsReport]:
-        """Take in what waits for a call's rows, if they are known now."""
-        if self._state.recorded and call_state.is_prepared and call_state.coming is None:
-            for message in self._state.recorded.pop(call_state.call.ordinal, ()):
+        """Take in what waits for a call's rows, if they are known now; for rows to come it waits on."""
+        recorded, ordinal = self._state.recorded, call_state.call.ordinal
+        if recorded and call_state.is_prepared:
+            for message in recorded.pop(ordinal, ()) if call_state.coming is None else recorded.get(ordinal, ()):
                 if not call_state.is_over:
                     yield from self._take(call_state, message)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import sqlite3
 from pathlib import Path
 
@@ -75,6 +77,37 @@ def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, sec
         num_went_on += len(rows(image, "SELECT * FROM went_on"))
     assert num_told == num_went_on > 5
     assert num_kept > 20
+
+
+def noted_when_scored(sample: Sample) -> float:
+    with Path(os.environ["SCORED"]).open("a") as scored:
+        print(sample.id.pack(), file=scored)
+    return random.random()
+
+
+@flow
+def scores_what_it_keeps(num_steps: int = 2) -> None:
+    policy, judge, again, prompts = Policy("fake"), Reward(digits), Reward(noted_when_scored, name="again"), Dataset(ROWS)
+    for _ in steps(num_steps):
+        kept = policy.generate(prompts, n=2, count=4, max_new_tokens=8, score=judge, max_draws=30)
+        policy.update(kept, again.score(kept), minibatch_size=1, optimizer=AdamW(1e-3))
+
+
+def test_what_was_scored_while_a_refill_still_drew_is_not_scored_again(tmp_path, monkeypatch):
+    commit_every(monkeypatch, 0.0)
+    monkeypatch.setenv("SCORED", os.devnull)
+    _, images = imaged(scores_what_it_keeps, {}, SPEC, settings(tmp_path), tmp_path / "images", most=64)
+    ours = "FROM rewards WHERE call IN (SELECT ordinal FROM calls WHERE name = 'again.score')"
+    num_early = 0
+    for number, image in enumerate(images.paths[3 :: len(images.paths) // 12]):
+        known = dict(rows(image, f"SELECT sample, value {ours}"))
+        num_early += len(known) % 8 != 0
+        monkeypatch.setenv("SCORED", str(scored := tmp_path / f"scored-{number}"))
+        resumed(scores_what_it_keeps, {}, SPEC, settings(tmp_path), image, order_seed=number)
+        assert not known.keys() & set(map(int, scored.read_text().split() if scored.exists() else ()))
+        assert known.items() <= dict(rows(image, f"SELECT sample, value {ours}")).items()
+        assert (audited := audit(image)).is_sound, str(audited)
+    assert num_early > 2
 
 
 def test_scratch_files_that_nothing_points_into_are_deleted_and_their_names_are_not_given_again(tmp_path):
