@@ -217,6 +217,11 @@ class Refill:
                 return
 
     @property
+    def num_judged(self) -> int:
+        """Groups that were judged."""
+        return len(self._verdicts)
+
+    @property
     def num_rejected(self) -> int:
         """Groups that were judged and rejected."""
         return sum(verdict is not True for verdict in self._verdicts.values())

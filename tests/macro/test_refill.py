@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.macro.refill import Refill, informative
 from m2flow.micro.protocol import messages as m
+from m2flow.micro.scheduler.call_state import Coming
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
@@ -168,6 +169,26 @@ def test_a_group_is_given_as_soon_as_no_verdict_to_come_can_change_its_minibatch
             given = {(other, part) for other, part in set.intersection(*ends) if other in known}
             assert coming == given
         assert {other for other, _ in coming} == set([other for other in range(num) if verdicts[other]][:count])
+
+
+@pytest.mark.parametrize(("size", "in_order"), [(None, False), (16, False), (16, True)])
+def test_a_refill_of_thousands_is_looked_through_some_hundreds_of_times_and_gives_all(size, in_order, monkeypatch):
+    looks: list[int] = []
+    sure = Refill.sure
+
+    def noted(refill: Refill, size: int, start: int = 0):
+        looks.append(start)
+        return sure(refill, size, start)
+
+    monkeypatch.setattr(Refill, "sure", noted)
+    refill = Refill(num_candidates=6000, count=2000)
+    coming, given = Coming(refill, size, in_order=in_order), list[tuple[int, list[int]]]()
+    for position in [*range(1, 4001), 0]:
+        refill.judge(position, position % 2 == 0)
+        given += coming.more(range(6000), is_all=refill.end() is not None)
+    assert sorted(row for _, rows in given for row in rows) == list(range(0, 4000, 2))
+    assert all(minibatch == rows[0] // 2 // (size or 2000) for minibatch, rows in given)
+    assert len(looks) < 1200
 
 
 @few

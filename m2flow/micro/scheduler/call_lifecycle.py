@@ -262,11 +262,11 @@ class CallLifecycle:
         """The leases under which a call's workers run; None for those that share their devices with nobody."""
         return {self._state.workers[name].lease for name in call_state.stage.workers}
 
-    def _grow(self, call_state: CallState) -> None:
-        """Give a call on an unfinished refill what has become certain, and of that what is done."""
+    def _grow(self, call_state: CallState, *, is_all: bool = False) -> None:
+        """Give a call on a refill what has become certain, all of it if the refill has ended, and of that what is done."""
         coming = call_state.coming
         assert coming is not None
-        found = coming.more(self._state.calls[call_state.bases[0]].ids)
+        found = coming.more(self._state.calls[call_state.bases[0]].ids, is_all=is_all)
         for minibatch, rows in found:
             call_state.grow(rows)
             if call_state.update is not None:
@@ -287,7 +287,7 @@ class CallLifecycle:
 
     def _all_came(self, call_state: CallState) -> None:
         """Take in that the refill of a call's rows has ended with a result."""
-        self._grow(call_state)
+        self._grow(call_state, is_all=True)
         call_state.is_all_known()
         if call_state.users and call_state.result is not None:
             self._prepare_consumers(call_state)

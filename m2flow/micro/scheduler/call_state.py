@@ -209,7 +209,7 @@ class UpdateProgress:
     def _lay_out(self, minibatches: list[list[Group]]) -> None:
         """Set the mini-batches, and begin the first."""
         self._minibatches = minibatches
-        self._place = {group.key: (number, place) for number, part in enumerate(minibatches) for place, group in enumerate(part)}
+        self._place = {group.key: (number, group) for number, part in enumerate(minibatches) for group in part}
         self._begin()
 
     def _begin(self) -> None:
@@ -220,12 +220,11 @@ class UpdateProgress:
 
     def grow(self, group: Group, number: int) -> None:
         """Add a group to a mini-batch of which not all were known."""
-        part = self._minibatches[number]
-        bisect.insort(part, group, key=lambda group: group.ids[0])
+        bisect.insort(self._minibatches[number], group, key=_first_of)
         self._num_to_come[number] -= 1
-        self._place.update({group.key: (number, place) for place, group in enumerate(part)})
+        self._place[group.key] = number, group
         if number == self._minibatch and (self._fails_at is None or group.ids[0] < self._fails_at):
-            bisect.insort(self._todo, group, key=lambda group: group.ids[0])
+            bisect.insort(self._todo, group, key=_first_of)
 
     @property
     def _is_short(self) -> bool:
@@ -244,12 +243,11 @@ class UpdateProgress:
     def add(self, key: int, num_tokens: int) -> None:
         """Add a group whose samples and inputs are complete, with its number of tokens."""
         self._tokens[key] = num_tokens
-        minibatch, place = self._place.get(key, (-1, 0))
-        if minibatch != self._minibatch or self.is_finished:
+        minibatch, group = self._place.get(key, (-1, None))
+        if group is None or minibatch != self._minibatch or self.is_finished:
             return
-        group = self._minibatches[minibatch][place]
-        if _find(self._todo, group, self._place) is not None:
-            bisect.insort(self._come, group, key=lambda group: self._place[group.key])
+        if _find(self._todo, group) is not None:
+            bisect.insort(self._come, group, key=_first_of)
             self._num_tokens += num_tokens
 
     def next(self, *, is_idle: bool) -> MicroBatch | MinibatchEnd | None:
@@ -295,7 +293,7 @@ class UpdateProgress:
         count = 0
         while count < len(self._come) and self._come[count].ids[0] in taken:
             group = self._come[count]
-            place = _find(self._todo, group, self._place)
+            place = _find(self._todo, group)
             assert place is not None
             del self._todo[place]
             self._num_tokens -= self._tokens[group.key]
@@ -321,9 +319,13 @@ class UpdateProgress:
         return chosen if (len(chosen) == len(self._todo) and not self._is_short) or is_worthwhile else []
 
 
-def _find(groups: Sequence[Group], group: Group, place: Mapping[int, tuple[int, int]]) -> int | None:
-    """Find a group's index in a list sorted by place; None if it is not there."""
-    found = bisect.bisect_left(groups, place[group.key], key=lambda group: place[group.key])
+def _first_of(group: Group) -> int:
+    return group.ids[0]
+
+
+def _find(groups: Sequence[Group], group: Group) -> int | None:
+    """Find a group's index in a list in the order of identity; None if it is not there."""
+    found = bisect.bisect_left(groups, group.ids[0], key=_first_of)
     return found if found < len(groups) and groups[found] is group else None
 
 
@@ -344,6 +346,10 @@ def progress_of(
     )
 
 
+_LOOKS = 256
+"""Of the groups that were judged behind the first verdict that is missing, one in so many is news that is worth a look."""
+
+
 @final
 class Coming:
     """The rows of a refill that has not ended, as it becomes certain that it gives them."""
@@ -358,14 +364,23 @@ class Coming:
         self._part = part if isinstance(part, int) else refill.count
         self._stretch = 1 if in_order else self._part
         self._start = 0
+        self._num_judged = 0
         self._given: set[int] = set()
 
-    def more(self, candidates: Sequence[int]) -> list[tuple[int, list[int]]]:
+    def more(self, candidates: Sequence[int], *, is_all: bool = False) -> list[tuple[int, list[int]]]:
         """Find what has become certain since this was last asked: (number of the mini-batch, rows of a group).
+
+        To look costs as much as groups were judged behind the first verdict that is missing. Where these are many, what is certain is found
+        some verdicts later, so that a refill of thousands is looked through some hundreds of times.
 
         Args:
             candidates: rows of all prompts that the refill may draw.
+            is_all: the refill has ended.
         """
+        num_judged = self._refill.num_judged
+        if not is_all and num_judged - self._num_judged < (num_judged - self._refill.num_settled) // _LOOKS:
+            return []
+        self._num_judged = num_judged
         n = len(candidates) // max(self._refill.num_candidates, 1)
         found = [(at, stretch) for at, stretch in self._refill.sure(self._stretch, self._start) if at not in self._given]
         self._given.update(at for at, _ in found)
