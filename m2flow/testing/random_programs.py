@@ -285,6 +285,33 @@ def make_referring_program(draws: Draws) -> p.Program:
     )
 
 
+def _large_refill(draws: Draws) -> p.Statement:
+    """Draw a refill of several groups, which mostly finds them."""
+    return p.Refill(
+        policy=_role(draws),
+        dataset=_role(draws),
+        n=draws.choice((2, 2, 1, 3)),
+        count=draws.integer(3, 6),
+        reward=draws.choice((5, 2, 0, 1)),
+        keep=draws.choice((2, 2, 1, 3)),
+        most=draws.choice((24, 24, 9)),
+    )
+
+
+def make_refilling_program(draws: Draws) -> p.Program:
+    """Draw a program whose steps take, mostly sample by sample or in mini-batches, what a refill gives that draws many prompts."""
+    makers = (_large_refill, _large_refill, _update, _update, *_OTHERS)
+    return p.Program(
+        num_policies=draws.integer(1, 2),
+        num_steps=draws.integer(1, 3),
+        before=_block(draws, makers, 2),
+        body=_body(draws, makers),
+        after=_block(draws, makers, 1),
+        fails=draws.choice((False, False, True)),
+        staleness=draws.choice((0, 0, 1, 2)),
+    )
+
+
 # ---- agents
 
 
@@ -461,10 +488,10 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 
 # ---- cases
 
-Kind = Literal["plain", "raising", "timed", "catching", "referring", "agents"]
-KINDS: tuple[Kind, ...] = ("plain", "raising", "timed", "catching", "referring", "agents")
+Kind = Literal["plain", "raising", "timed", "catching", "referring", "refilling", "agents"]
+KINDS: tuple[Kind, ...] = ("plain", "raising", "timed", "catching", "referring", "refilling", "agents")
 """Programs without errors, with functions that raise on some samples, whose result depends on time, which catch errors and go on, which
-make references anew while they run, and in which agents play."""
+make references anew while they run, whose refills draw many prompts, and in which agents play."""
 DeviceSharing = Literal["apart", "lent", "ahead"]
 _DEVICE_SHARINGS: tuple[DeviceSharing, ...] = ("apart", "apart", "lent", "ahead")
 
@@ -475,6 +502,7 @@ _MAKERS: Mapping[Kind, Callable[[Draws], p.Program]] = {
     "timed": make_timed_program,
     "catching": make_catching_program,
     "referring": make_referring_program,
+    "refilling": make_refilling_program,
     "agents": make_agent_program,
 }
 

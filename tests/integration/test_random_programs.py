@@ -92,6 +92,12 @@ def test_a_random_program_that_makes_its_references_anew_compares_with_the_weigh
 
 @pytest.mark.timeout(0)
 @in_quarters
+def test_a_random_program_that_takes_what_a_refill_gives_while_it_draws_gives_the_same(quarter, request):
+    check(request.config, "refilling", quarter, NUM_CASES // 8)
+
+
+@pytest.mark.timeout(0)
+@in_quarters
 def test_a_random_program_in_which_random_agents_play_gives_the_same_to_the_token(quarter, request):
     check(request.config, "agents", quarter, NUM_CASES // 10)
 
