@@ -15,7 +15,7 @@ from m2flow.micro.protocol import messages as m
 from m2flow.micro.scheduler.call_state import Coming
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.samples import SampleId
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.fakes import FAKE_CONTEXT
 from m2flow.testing.programs import Answer
 from m2flow.testing.random_programs import clusters
@@ -169,6 +169,35 @@ def test_a_group_is_given_as_soon_as_no_verdict_to_come_can_change_its_minibatch
             given = {(other, part) for other, part in set.intersection(*ends) if other in known}
             assert coming == given
         assert {other for other, _ in coming} == set([other for other in range(num) if verdicts[other]][:count])
+
+
+def raises_on_the_first_and_on_later_ones(sample: Sample) -> float:
+    if sample.id.prompt in (0, 1, 4):
+        raise ValueError("no verdict")
+    return float(sample.num_tokens)
+
+
+@flow
+def judging_what_is_kept(count: int) -> None:
+    policy, prompts, judge = Policy("fake"), Dataset(ROWS), Reward(raises_on_the_first_and_on_later_ones, name="judge")
+    kept = policy.generate(prompts, n=2, max_new_tokens=14, count=count, score=Reward(short_enough), keep=lambda group: True)
+    policy.update(kept, judge.score(kept), minibatch_size=1)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_call_on_what_an_unfinished_refill_gives_fails_with_its_earliest_sample_whichever_came_first(count):
+    spec = ClusterSpec(
+        placement="split",
+        device="cpu",
+        cores=2,
+        rollout=RolloutSpec(engine="fake", workers=3, max_running=2),
+        train=TrainSpec(engine="fake"),
+        functions=FunctionSpec(workers=2, chunk=1),
+    )
+    eager = run_eager(judging_what_is_kept, {"count": count}, spec)
+    assert "on sample p0/0" in eager.error
+    for order_seed in range(30):
+        assert run_planned(judging_what_is_kept, {"count": count}, spec, order_seed=order_seed).error == eager.error
 
 
 @pytest.mark.parametrize(("size", "in_order"), [(None, False), (16, False), (16, True)])
