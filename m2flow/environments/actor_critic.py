@@ -78,6 +78,9 @@ def unpack(text: str, *, without: Collection[str] = ()) -> tuple[dict[str, Array
 
 # ---- networks
 
+_LEAST_PICTURE = 8
+"""Pixels across and down that both layers of a picture's network need: 4 by 4 in steps of 2, then 3 by 3."""
+
 
 def build(spaces: Spaces, hidden: tuple[int, ...], seed: int | None) -> nn.ModuleDict:
     """Make an actor and a critic. Their first weights are a function of the seed; None: any, since others will be loaded.
@@ -109,6 +112,12 @@ def _network(spaces: Spaces, hidden: tuple[int, ...], outputs: int, gain: float 
     width = int(np.prod(spaces.observation))
     if spaces.is_picture:
         height, across, channels = spaces.observation
+        if min(height, across) < _LEAST_PICTURE:
+            raise OptionError(
+                f"pictures of {height} x {across} with {channels} channels are too small for the network, which takes {_LEAST_PICTURE} x "
+                f"{_LEAST_PICTURE} or more",
+                now="Have it show [height, width, channels], or small ones as a vector (Gymnasium's FlattenObservation).",
+            )
         layers += [nn.Conv2d(channels, 16, 4, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten()]
         with torch.no_grad():
             width = int(nn.Sequential(*layers)(torch.zeros(1, channels, height, across)).shape[1])
@@ -167,7 +176,14 @@ def _act(model: nn.ModuleDict, seen: Array, spaces: Spaces, rng: np.random.Gener
 def _load(model: nn.ModuleDict, arrays: Mapping[str, Array]) -> None:
     import torch
 
-    model.load_state_dict({name.removeprefix("w/"): torch.from_numpy(each) for name, each in arrays.items() if name.startswith("w/")})
+    weights = {name.removeprefix("w/"): torch.from_numpy(each) for name, each in arrays.items() if name.startswith("w/")}
+    own, given = ({name: tuple(each.shape) for name, each in one.items()} for one in (model.state_dict(), weights))
+    if own != given:
+        raise OptionError(
+            f"networks with weights of {', '.join(map(str, own.values()))} can't take those of {', '.join(map(str, given.values()))}",
+            now="Give Simulator, Actor and ActorCritic the same task and the same `hidden`.",
+        )
+    model.load_state_dict(weights)
 
 
 @contextlib.contextmanager
@@ -458,6 +474,11 @@ class ActorCritic(Role):
                 optimizer.zero_grad()
                 num_steps += 1
         arrays = {f"w/{name}": each.numpy() for name, each in model.state_dict().items()}
+        if not all(np.isfinite(each).all() for each in arrays.values()):
+            raise EngineError(
+                f"learning has diverged: after {num_steps} optimiser steps weights are no finite numbers",
+                now="Lower the optimizer's rate, bound its max_grad_norm, or scale what the environment shows and pays.",
+            )
         for name, each in model.named_parameters():
             arrays |= {f"m/{name}": optimizer.state[each]["exp_avg"].numpy(), f"v/{name}": optimizer.state[each]["exp_avg_sq"].numpy()}
         return pack({**arrays, "steps": np.array([num_steps])})

@@ -11,6 +11,7 @@ that is no function of its seed and actions is found out then, not before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -50,7 +51,7 @@ class Spaces:
     num_actions: int
     """Number of discrete actions; 0: they are continuous."""
     action: tuple[int, ...] = ()
-    """Shape of continuous actions."""
+    """Shape of continuous actions: (A,)."""
 
 
 class Env(ABC):
@@ -97,7 +98,7 @@ class GymEnv(Env):
 
     Raises:
         MissingExtra: gymnasium is not installed. OptionError: it has no such environment, or one whose spaces are neither numbers nor
-            pictures, or whose actions are neither one number of several nor a vector.
+            pictures, or whose actions are neither one number of several nor real numbers.
     """
 
     def __init__(self, task: str, **options: Any) -> None:
@@ -116,28 +117,36 @@ class GymEnv(Env):
             raise MissingExtra(f"the environment {task!r} needs the package {error.name}", now=f"Run: pip install {error.name}.") from None
         except gymnasium.error.Error as error:
             raise OptionError(
-                f"Gymnasium has no environment {task!r}: {error}", now="`gymnasium.pprint_registry()` lists those that are installed."
+                f"Gymnasium has no environment {task!r}: {error}",
+                now="`gymnasium.pprint_registry()` lists those that are installed. One that you registered is known where its module is "
+                "imported, and workers do not import the flow's file: write 'module:Name-v0'.",
             ) from None
         seen, taken = self._env.observation_space, self._env.action_space
         boxes = gymnasium.spaces.Box
-        if not isinstance(seen, boxes) or len(seen.shape) not in (1, 3) or not isinstance(taken, boxes | gymnasium.spaces.Discrete):
+        is_discrete = isinstance(taken, gymnasium.spaces.Discrete)
+        is_known = isinstance(seen, boxes) and len(seen.shape) in (1, 3) and math.prod(seen.shape) > 0
+        if not is_known or not (is_discrete or (isinstance(taken, boxes) and taken.dtype.kind == "f" and math.prod(taken.shape) > 0)):
             raise OptionError(
-                f"{task!r} has observations {seen} and actions {taken}; known are vectors, pictures, and one of several",
+                f"{task!r} has observations {seen} and actions {taken}; known are vectors and pictures, and actions of one of several or "
+                "of real numbers",
                 now="Wrap it in Gymnasium's wrappers (FlattenObservation, for one) so that it has these.",
             )
-        is_discrete = isinstance(taken, gymnasium.spaces.Discrete)
         self._first = int(taken.start) if is_discrete else 0
-        self.spaces = Spaces(tuple(seen.shape), len(seen.shape) == 3, int(taken.n) if is_discrete else 0, tuple(taken.shape or ()))
+        action = () if is_discrete else (math.prod(taken.shape),)
+        self.spaces = Spaces(tuple(seen.shape), len(seen.shape) == 3, int(taken.n) if is_discrete else 0, action)
         self._bounds: tuple[Array, Array] | None = None if is_discrete else (taken.low, taken.high)
 
     def reset(self, seed: int, row: Mapping[str, object] | None = None) -> Array:
-        observation, _ = self._env.reset(seed=seed, options=dict(row) if row else None)
-        return np.asarray(observation)
+        observation: Array = self._env.reset(seed=seed, options=dict(row) if row else None)[0]  # `Vector` looks at what it is.
+        return observation
 
     def step(self, action: Any) -> Step:
-        taken: Any = self._first + int(action) if self._bounds is None else np.clip(np.asarray(action, np.float32), *self._bounds)
+        if self._bounds is None:
+            taken: Any = self._first + int(action)
+        else:
+            taken = np.clip(np.asarray(action, np.float32).reshape(self._bounds[0].shape), *self._bounds)
         observation, reward, terminated, truncated, _ = self._env.step(taken)
-        return Step(np.asarray(observation), float(reward), bool(terminated), bool(truncated))
+        return Step(observation, reward, bool(terminated), bool(truncated))
 
     def close(self) -> None:
         self._env.close()
@@ -179,34 +188,71 @@ class Vector:
         self.envs = [make() for _ in range(count)]
         self._seed, self._first = seed, first
         self._episodes = [_Episode(0) for _ in self.envs]
-        self.observations = np.stack([np.asarray(env.reset(self._seed_of(i, 0))) for i, env in enumerate(self.envs)])
+        self.observations = np.stack([self._begun(i, 0) for i in range(count)])
 
     def _seed_of(self, position: int, number: int) -> int:
         text = f"{self._seed}/{self._first + position}/{number}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
 
+    def _begun(self, position: int, number: int) -> Array:
+        """What an environment shows at the beginning of an episode."""
+        return self._seen(position, self.envs[position].reset(self._seed_of(position, number)), f"at the beginning of its episode {number}")
+
+    def _acted(self, position: int, action: Any) -> tuple[Array, float, bool, bool]:
+        """What an action leads to. Raises `EngineError`: it is no `Step`, its reward no finite number, or what is shown not as said."""
+        episode = self._episodes[position]
+        when = f"for action {len(episode.actions)} of its episode {episode.number}"
+        step: Any = self.envs[position].step(action)
+        if not isinstance(step, tuple) or len(step) != len(Step._fields):
+            raise EngineError(
+                f"environment {self._first + position} gave {step!r:.100} {when}, which is no Step",
+                now="Return Step(observation, reward, terminated, truncated) from step.",
+            )
+        seen, reward, terminated, truncated = step
+        try:
+            number = float("nan" if reward is None or isinstance(reward, str) else reward)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise EngineError(
+                f"environment {self._first + position} gave the reward {reward!r:.60} {when}",
+                now="Have it give a finite number at each step, 0 where nothing was earned.",
+            )
+        return self._seen(position, seen, when), number, terminated, truncated
+
+    def _seen(self, position: int, seen: Any, when: str) -> Array:
+        """What an environment shows, as an array. Raises `EngineError`: it is not what the environment says that it shows."""
+        spaces, found = self.envs[position].spaces, np.zeros(0, object)
+        with contextlib.suppress(TypeError, ValueError):  # Arrays of unequal lengths.
+            found = np.asarray(seen)
+        wrong = ""
+        if found.dtype.kind not in "biuf":
+            wrong = f"{seen!r:.60}, which is no array of numbers,"
+        elif spaces is not None and found.shape != tuple(spaces.observation):
+            wrong = f"an array of shape {found.shape} in place of {tuple(spaces.observation)}"
+        elif not np.isfinite(found).all():
+            wrong = "a number that is not finite"
+        if wrong:
+            now = "Have reset and step show arrays of finite numbers, of the shape that it says it has."
+            raise EngineError(f"environment {self._first + position} shows {wrong} {when}", now=now)
+        return found
+
     def step(self, actions: Sequence[Any] | Array) -> VectorStep:
-        """Act in each; begin an episode where the one before has ended. Raises `EngineError`: a reward is no finite number."""
+        """Act in each; begin an episode where the one before has ended. Raises `EngineError`: an environment gives what is of no use."""
         count = len(self.envs)
         rewards, flags = np.zeros(count), np.zeros((3, count), bool)
         observations = []
-        for i, (env, episode, action) in enumerate(zip(self.envs, self._episodes, actions, strict=True)):
+        for i, (episode, action) in enumerate(zip(self._episodes, actions, strict=True)):
             if episode.has_ended:
                 self._episodes[i] = _Episode(episode.number + 1)
-                observations.append(np.asarray(env.reset(self._seed_of(i, episode.number + 1))))
+                observations.append(self._begun(i, episode.number + 1))
                 continue
-            seen, reward, terminated, truncated = env.step(action)
-            if reward is None or not math.isfinite(reward):
-                raise EngineError(
-                    f"environment {self._first + i} gave the reward {reward} for action {len(episode.actions)} "
-                    f"of its episode {episode.number}",
-                    now="Have it give a finite number at each step, 0 where nothing was earned.",
-                )
+            seen, reward, terminated, truncated = self._acted(i, action)
             rewards[i] = reward
             episode.actions.append(np.asarray(action).tolist())
             episode.has_ended = terminated or truncated
             flags[:, i] = terminated, truncated and not terminated, True
-            observations.append(np.asarray(seen))
+            observations.append(seen)
         self.observations = np.stack(observations)
         return VectorStep(self.observations, rewards, flags[0], flags[1], flags[2])
 

@@ -106,6 +106,56 @@ def test_a_reward_that_is_no_finite_number_is_neither_0_nor_learnt_from(reward: 
         Vector(Unpaid, 2, seed=1).step([1, 1])
 
 
+@pytest.mark.parametrize("reward", [np.array([1.0, 2.0]), "one", {"paid": 1.0}])
+def test_a_reward_that_is_no_number_is_named_with_its_environment(reward: Any) -> None:
+    class Odd(Corridor):
+        def step(self, action: Any) -> Step:
+            return super().step(action)._replace(reward=reward)
+
+    with pytest.raises(EngineError, match=r"environment 4 gave the reward .* for action 0 of its episode 0"):
+        Vector(Odd, 1, seed=1, first=4).step([1])
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        (np.zeros(3, np.float32), r"an array of shape \(3,\) in place of \(1,\)"),
+        (np.array([np.nan], np.float32), "a number that is not finite"),
+        ({"place": 1.0}, "which is no array of numbers"),
+        ([[1.0], [1.0, 2.0]], "which is no array of numbers"),
+        (None, "which is no array of numbers"),
+    ],
+)
+def test_what_is_not_shown_as_the_environment_says_is_named_where_it_is_shown(shown: Any, words: str) -> None:
+    class Said(Corridor):
+        spaces = Spaces((1,), False, 2)
+
+        def reset(self, seed: int, row: Any = None) -> Any:
+            return super().reset(seed)[:1]
+
+        def step(self, action: Any) -> Step:
+            return super().step(action)._replace(observation=shown)
+
+    class AtOnce(Said):
+        def reset(self, seed: int, row: Any = None) -> Any:
+            return shown
+
+    with pytest.raises(EngineError, match=f"environment 1 shows .*{words}.* for action 0 of its episode 0"):
+        Vector(Said, 1, seed=1, first=1).step([1])
+    with pytest.raises(EngineError, match=f"environment 0 shows .*{words}.* at the beginning of its episode 0"):
+        Vector(AtOnce, 1, seed=1)
+
+
+def test_a_step_as_gymnasium_gives_it_is_told_from_one() -> None:
+    class Five(Corridor):
+        def step(self, action: Any) -> Any:
+            return (*super().step(action), {})
+
+    with pytest.raises(EngineError, match="which is no Step") as raised:
+        Vector(Five, 1, seed=1).step([1])
+    assert "Step(observation, reward, terminated, truncated)" in str(raised.value)
+
+
 def _advantages_by_hand(rows: dict[str, np.ndarray], values: np.ndarray, gamma: float, lam: float) -> list[float]:
     """A[t] = delta[t] + gamma lam A[t + 1], one step after the other."""
     found = []
@@ -192,10 +242,46 @@ def test_a_vector_steps_as_gymnasiums_own_does() -> None:
 
 def test_tasks_that_are_none_or_of_unknown_spaces_are_refused() -> None:
     pytest.importorskip("gymnasium")
-    with pytest.raises(OptionError, match="no environment 'NoSuch-v1'"):
+    with pytest.raises(OptionError, match="no environment 'NoSuch-v1'") as raised:
         GymEnv("NoSuch-v1")
+    assert "'module:Name-v0'" in str(raised.value)
     with pytest.raises(OptionError, match="known are vectors"):
         GymEnv("FrozenLake-v1")
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2), (3,)])
+def test_real_actions_of_any_shape_are_taken_and_whole_ones_refused(shape: tuple[int, ...]) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    taken: list[Any] = []
+
+    class Levers(gymnasium.Env):  # type: ignore[misc, name-defined]
+        observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+        action_space = gymnasium.spaces.Box(-1, 1, shape)
+
+        def __init__(self, is_whole: bool = False) -> None:
+            if is_whole:
+                self.action_space = gymnasium.spaces.Box(-1, 1, (2,), np.int64)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.zeros(2, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            taken.append(action)
+            return np.zeros(2, np.float32), 1.0, False, False, {}
+
+    gymnasium.register("Levers-v0", entry_point=Levers)
+    try:
+        env = GymEnv("Levers-v0")
+        assert env.spaces is not None
+        assert env.spaces.action == (int(np.prod(shape)),)
+        env.reset(0)
+        env.step(np.full(env.spaces.action, 3.0, np.float32))
+        with pytest.raises(OptionError, match="real numbers"):
+            GymEnv("Levers-v0", is_whole=True)
+    finally:
+        del gymnasium.registry["Levers-v0"]
+    assert taken[0].shape == shape
+    assert (taken[0] == 1).all()
 
 
 class Track(Env):
@@ -330,6 +416,20 @@ def test_an_environment_that_leaks_is_found_out_in_the_middle_of_a_piece() -> No
     played = _made(Simulator, Leaking, count=2).step(played, actor.act(played, learned))
     with pytest.raises(EngineError, match="environment 0 shows something else after the same 1 actions"):
         _made(Simulator, Leaking, count=2).step(played, actor.act(played, learned))
+
+
+def test_networks_that_differ_pictures_that_are_too_small_and_learning_that_diverges_are_said() -> None:
+    learner = _made(ActorCritic, Track, hidden=(8,), optimizer=AdamW(1e30))
+    played = _made(Simulator, Track, hidden=(4,)).start({"lane": 0}, _rng())
+    with pytest.raises(OptionError, match=r"\(8, 2\).* can't take|can't take those of \(8, 2\)") as differing:
+        _made(Simulator, Track, hidden=(4,)).play(played, learner.start(), 4)
+    assert "the same `hidden`" in differing.value.now
+    with pytest.raises(OptionError, match="of 3 x 64 with 64 channels are too small") as small:
+        build(Spaces((3, 64, 64), True, 2), (4,), None)
+    assert "[height, width, channels]" in small.value.now
+    played = _made(Simulator, Track, hidden=(8,)).play(played, learner.start(), 4)
+    with pytest.raises(EngineError, match="learning has diverged"):
+        learner.learn(learner.start(), [played], _rng())
 
 
 def test_what_lanes_played_is_one_piece_with_the_environments_of_all() -> None:
