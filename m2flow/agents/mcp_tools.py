@@ -249,13 +249,13 @@ class McpSession:
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
-        self._is_over = asyncio.Event()
+        self._is_over = False
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold())
 
     @property
     def is_usable(self) -> bool:
-        return not self._task.done() and not self._is_over.is_set()
+        return not self._task.done() and not self._is_over
 
     async def _hold(self) -> None:
         try:
@@ -263,7 +263,7 @@ class McpSession:
                 async with asyncio.timeout(_START_S):
                     client = await stack.enter_async_context(_client(self._server))
                 self._client.set_result(client)
-                await self._is_over.wait()
+                await asyncio.Event().wait()  # It ends by being cancelled.
         except BaseException as error:
             if not self._client.done():
                 said = f"the MCP server {self._server.name} can't be reached: {_said(error)}"
@@ -300,14 +300,18 @@ class McpSession:
 
     def _gone(self, error: BaseException) -> EpisodeFailed:
         """The failure of an episode whose server is no longer there; others get a new session."""
-        self._is_over.set()
+        self._end()
         return EpisodeFailed("tool_failed", f"the MCP server {self._server.name} went away: {_said(error)}")
 
     async def close(self) -> None:
-        self._is_over.set()
-        if not self._client.done():
-            self._task.cancel()
+        self._end()
         await asyncio.wait([self._task])
+
+    def _end(self) -> None:
+        """Have the session end, once: a cancellation while it closes would leave the server's process."""
+        if self.is_usable:
+            self._is_over = True
+            self._task.cancel()
 
 
 def _is_of_session(code: int, message: str) -> bool:

@@ -602,7 +602,7 @@ class EventLoop:
 
         def stop() -> None:
             tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
+            for task in [one for one in tasks if not one.cancelling()]:  # The others are about to end, and close what they have.
                 task.cancel()
             ended = asyncio.gather(*tasks, return_exceptions=True)
             ended.add_done_callback(lambda _: self._loop.stop())

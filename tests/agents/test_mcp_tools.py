@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from fake_clusters import SPLIT
 
 from m2flow import Chat, Dataset, Policy, Sample, ToolCall, agent, flow, mcp_tools, steps
 from m2flow.agents.chat import Resources
-from m2flow.agents.tools import EpisodeFailed, Outcome, Tool
+from m2flow.agents.tools import EpisodeFailed, EventLoop, Outcome, Tool
 from m2flow.errors import MissingExtra, OptionError
 from m2flow.testing.world import run_eager, run_planned
 
@@ -281,6 +282,32 @@ def test_an_episode_that_ends_while_its_server_starts_leaves_no_process(tmp_path
 
     asyncio.run(episode())
     assert not running()
+
+
+@NEEDS_MCP
+@pytest.mark.parametrize("per", ["worker", "episode"])
+def test_a_server_that_hears_nothing_more_is_ended_though_the_worker_ends_at_the_same_time(per: Any, tmp_path: Path) -> None:
+    (tool,) = mcp_tools(raw(tmp_path, tools=[{"name": "one", "inputSchema": {"type": "object"}}], answers={"one": {"deaf": True}}), per=per)
+    loop, failed, ended = EventLoop(), threading.Event(), list[BaseException | None]()
+
+    async def episode() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            opened = {name: await Resources(stack).get(kind) for name, kind in tool.resources}
+            try:
+                await tool.run({}, opened, loop.threads)
+            except EpisodeFailed as error:
+                ended.append(error)
+                for _ in range(10):
+                    await asyncio.sleep(0)  # The worker's session begins to close.
+            failed.set()
+
+    held = list[asyncio.Task[None]]()
+    loop.call(lambda: held.append(asyncio.get_event_loop().create_task(episode())))
+    assert failed.wait(60)
+    assert ended
+    servers = [one for one in psutil.Process().children(recursive=True) if str(tmp_path) in " ".join(one.cmdline())]
+    loop.close()  # While the session with it is being closed, which takes seconds.
+    assert not [one for one in servers if one.is_running()]
 
 
 def solver_of(tools: list[Tool]) -> Any:

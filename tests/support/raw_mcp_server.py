@@ -1,11 +1,13 @@
 """An MCP server without a library, for tests: `raw_mcp_server.py FILE`, a JSON object with `tools` and by name what a call is answered.
 
-An answer `{"sleep": seconds}` takes so long; anything else is what the response has beside its id.
+An answer `{"sleep": seconds}` takes so long; `{"deaf": true}` closes the output and hears nothing more; anything else is what the
+response has beside its id.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -25,6 +27,9 @@ def answer(number: object, **said: object) -> None:
 def called(number: object, name: str) -> None:
     how = GIVEN.get("answers", {}).get(name, {"result": {"content": [{"type": "text", "text": "fine"}]}})
     time.sleep(how.get("sleep", 0))
+    if how.get("deaf"):
+        os.close(1)
+        return
     answer(number, **({"result": {"content": [{"type": "text", "text": "late"}]}} if "sleep" in how else how))
 
 
@@ -37,6 +42,9 @@ for line in sys.stdin:
     elif method == "tools/list":
         answer(number, result={"tools": GIVEN["tools"]})
     elif method == "tools/call":
+        if GIVEN.get("answers", {}).get(message["params"]["name"], {}).get("deaf"):
+            called(number, message["params"]["name"])
+            threading.Event().wait()
         threading.Thread(target=called, args=(number, message["params"]["name"]), daemon=True).start()
     elif number is not None:
         answer(number, error={"code": -32601, "message": "there is no such method"})
