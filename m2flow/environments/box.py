@@ -388,6 +388,7 @@ exist, so that `clone` is used, whose flags can be looked at."""
 _CLONE = (56, 220)
 _SECCOMP_ALLOW, _SECCOMP_ERRNO, _SECCOMP_KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NEW_NAMESPACES = 0x7E020000
+_MOST_PID = 1 << 22
 
 
 def _number(name: str) -> int:
@@ -691,16 +692,13 @@ class Supervisor:
             os.close(end)
         there.close()
         text, over = self._watch(out, state.connection.fileno(), head, began)
-        next_pid, answer = 0, dict[str, Any]()
         if over:
             self._end_others(self._states())
-        if select.select([state.connection], [], [], 2.0)[0]:
-            with contextlib.suppress(OSError, ValueError):
-                answer = json.loads(state.connection.recv(65536) or b"{}")
-        with contextlib.suppress(OSError, ValueError):
-            here.setblocking(False)
-            next_pid = int(json.loads(here.recv(65536))["pid"])
-        went_on = next_pid > 0 and not over and bool(answer)
+        is_there = bool(select.select([state.connection], [], [], 2.0)[0])
+        answer = _heard(state.connection, {"status": int, "cpu_s": float}) if is_there else {}
+        here.setblocking(False)
+        next_pid = _heard(here, {"pid": int}).get("pid", 0)
+        went_on = 0 < next_pid <= _MOST_PID and not over and bool(answer)
         if not went_on:
             here.close()
         elif state in self.held.values():
@@ -727,6 +725,15 @@ class Supervisor:
             "state": "kept" if went_on else "rolled back" if self.state else "lost",
         }
         return told_of, text + bytes(more)
+
+
+def _heard(connection: socket.socket, kinds: dict[str, type]) -> dict[str, Any]:
+    """What a session says of a turn; {}: nothing, or nothing of these kinds, for the turn's program may have written there, too."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(connection.recv(65536))
+        if isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
+            return found
+    return {}
 
 
 def _is_host_root() -> bool:

@@ -385,6 +385,20 @@ def test_a_turn_that_fills_the_box_with_processes_is_not_kept_and_says_so() -> N
         assert box.run("print(x)").text == "1\n"
 
 
+@pytest.mark.parametrize(
+    "written", ["{}", "[1]", '{"pid": "one"}', '{"pid": 1e999}', '{"pid": -1}', '{"status": "x", "cpu_s": []}', "[" * 50_000]
+)
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_a_turn_writes_where_its_session_answers_is_its_own_loss(tier: Tier, written: str) -> None:
+    with BlockingSandbox(tier, wall_s=20) as box:
+        code = f"""import os
+for fd in range(3, 20):
+    try: os.write(fd, {written.encode()!r})
+    except OSError: pass"""
+        box.run(code)
+        assert box.run("print(1 + 1)").text == "2\n"
+
+
 @in_a_box
 def test_a_turn_that_ends_its_own_session_loses_it_and_the_box_goes_on() -> None:
     with BlockingSandbox() as box:
