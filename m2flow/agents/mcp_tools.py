@@ -88,6 +88,10 @@ def mcp_tools(
     if importlib.util.find_spec("mcp") is None:
         raise MissingExtra("mcp_tools() needs the package mcp, which is not installed", now="Run: pip install 'm2flow[mcp]'.")
     offered = {one.name: one for one in _asked(where)}
+    if not offered:
+        raise OptionError(
+            f"the MCP server {where.name} has no tools", now="Some servers need an option, or a folder, before they have any."
+        )
     wanted = list(names) or list(offered)
     unknown = [name for name in wanted if name not in offered]
     if unknown:

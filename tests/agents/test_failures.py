@@ -444,6 +444,15 @@ def test_a_reward_or_a_part_of_one_that_is_no_finite_number_is_named(loop, retur
     assert "finite number" in found.columns["episode"]["error"]
 
 
+def named_look(what: str) -> Tool:
+    @tool(name="look")
+    def look() -> str:
+        """Look."""
+        return what
+
+    return look
+
+
 @pytest.mark.parametrize(
     ("content", "options", "says"),
     [
@@ -452,6 +461,7 @@ def test_a_reward_or_a_part_of_one_that_is_no_finite_number_is_named(loop, retur
         (["Hello?"], {}, "chat.say(['Hello?']): it takes a text, or a list of messages"),
         ({"role": "user", "content": "Hello?"}, {}, "it takes a text, or a list of messages"),
         ([{"content": "Hello?"}], {}, "has no role: {'content': 'Hello?'}. Messages are like"),
+        ("?", {"tools": [named_look("near"), named_look("far")]}, "two of the tools are named look, and a call has no more than the name"),
         ("?", {"max_tokens": "8"}, "max_tokens is '8'; it must be a whole number"),
         ("?", {"max_tokens": 0}, "max_tokens=0 leaves no room for a response to the first prompt"),
         ("?", {"max_tokens": -1}, "max_tokens=-1 leaves no room for a response to the first prompt"),

@@ -310,6 +310,12 @@ def test_a_server_that_hears_nothing_more_is_ended_though_the_worker_ends_at_the
     assert not [one for one in servers if one.is_running()]
 
 
+@NEEDS_MCP
+def test_a_server_without_tools_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="has no tools"):
+        mcp_tools(raw(tmp_path, tools=[]))
+
+
 def solver_of(tools: list[Tool]) -> Any:
     @agent
     async def solver(chat: Chat, row: Sample) -> float:
