@@ -496,10 +496,11 @@ class Chat:
         for one in tools:
             if not isinstance(one, Tool):
                 raise TypeError(f"tools={one!r:.60}: it is no function under @tool")
-        if twice := [one.name for one in tools if one is not {each.name: each for each in tools}[one.name]]:
+        named = {one.name: one for one in tools}
+        if twice := [one.name for one in tools if one is not named[one.name]]:
             said = f"two of the tools are named {twice[0]}, and a call has no more than the name"
             raise OptionError(said, now="Offer one of them: of an MCP server's tools, mcp_tools(names=...); one's own, @tool(name=...).")
-        before, self._tools = self._tools, self._tools | {one.name: one for one in tools}
+        before, self._tools = self._tools, self._tools | named
         new = [{"role": role, "content": content}] if isinstance(content, str) else [self._defused(one) for one in content]
         first = content if role == "user" and not self._conversation.has_begun else new
         try:
