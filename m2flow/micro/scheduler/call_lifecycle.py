@@ -6,6 +6,9 @@ One call's end may start or end others, at once and in program order; so this is
 it: `PolicyDispatches` when a generation begins and is over, `Refills` and `PartialRollouts` whether a generation is to end early, and
 `Recovery` for what the ledger has of a call. They answer what is to end now.
 
+The rows of a call are known when those of its inputs are. A call on what a refill gives gets its rows as verdicts make them certain
+(`Coming`), and is begun by then.
+
 A call that has enough is cut: its other samples are aborted, or carried to the next call of its line. A failed call fails what depends on
 it by data or by effect, with the error of the earliest call that caused it. When the run is asked to stop (`wind_down`), updates that have
 begun are finished, since they have consumed samples and changed the trainer's gradient; all other calls fail, and their running samples
