@@ -51,6 +51,7 @@ import linecache
 import os
 import re
 import sqlite3
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 
@@ -383,8 +384,10 @@ def unexpected(call: str, error: Exception) -> M2FlowError:
 
 def is_compiled(filename: str) -> bool:
     """Whether a frame's file is the source of a compiled library, by the name that it had where that was built: it isn't here."""
-    is_named_so = not filename.startswith("<") and (not os.path.isabs(filename) or filename.endswith(".pyx"))
-    return is_named_so and not os.path.exists(filename)
+    if filename.startswith("<") or os.path.exists(filename):
+        return False
+    package = sys.modules.get(filename.partition("/")[0])  # As `zmq/backend/cython/_zmq.py`; a relative name alone may be the user's.
+    return filename.endswith((".pyx", ".pxd", ".pxi")) or f"-packages{os.sep}" in (getattr(package, "__file__", None) or "")
 
 
 _CONTRACT = "m2flow.engines.contract"
