@@ -6,7 +6,7 @@ The result is that of the plain loop which draws a prompt, answers it, scores th
 them: the first kept groups in the order of the source, whoever finished first. Prompts beyond the last one that was needed are returned
 to the source. Groups run side by side and are judged as they finish, so later ones may be judged first; what counts is the shortest
 stretch of the source in which `count` groups were kept, which is what drawing one prompt at a time would have used. What follows need not
-wait for that: a kept group is handed on once it is certain that the result has it (`Refill.sure`).
+wait for that: a kept group is handed on once it is certain that the result has it (`Coming`).
 
 `Refill` is pure: it gets verdicts and answers how many prompts may be started. How many groups run ahead changes nothing but time.
 Limit: that number follows the share kept so far, and is no optimum.
@@ -180,48 +180,6 @@ class Refill:
         return position < self._num_certain
 
     @property
-    def num_settled(self) -> int:
-        """Position up to which every group is judged, or the last one that is needed."""
-        return self._settled
-
-    @property
-    def num_candidates(self) -> int:
-        """Prompts that it may draw."""
-        return self._num_candidates
-
-    def sure(self, size: int, start: int = 0) -> Iterator[tuple[int, int]]:
-        """Find groups that are in the result whatever comes, and of which it is known in which stretch of `size` groups of it they are.
-
-        Between the first verdict that is missing and a kept group any number may still be kept: that is what its place in the result, and
-        so its stretch, hangs on. With `size=1` these are the groups before the first missing verdict.
-
-        Args:
-            start: look no further back than this position, which must not be behind `num_settled`.
-
-        Returns:
-            (position, number of the stretch), in order.
-
-        >>> refill = Refill(num_candidates=9, count=4)
-        >>> for position in (0, 2, 3, 4): refill.judge(position, True)
-        >>> list(refill.sure(1)), list(refill.sure(2)), list(refill.sure(4))
-        ([(0, 0)], [(0, 0), (3, 1)], [(0, 0), (2, 0), (3, 0)])
-        """
-        least = most = bisect.bisect_left(self._kept, start)
-        for position in range(start, self._num_reached):
-            verdict = self._verdicts.get(position)
-            if verdict is True and most < self._count and least // size == most // size:
-                yield position, least // size
-            least += verdict is True
-            most += verdict is not False
-            if most >= self._count:
-                return
-
-    @property
-    def num_judged(self) -> int:
-        """Groups that were judged."""
-        return len(self._verdicts)
-
-    @property
     def num_rejected(self) -> int:
         """Groups that were judged and rejected."""
         return sum(verdict is not True for verdict in self._verdicts.values())
@@ -265,6 +223,72 @@ class Refill:
         if missing > 0:
             wanted = len(self._verdicts) + math.ceil(missing / share)
             self._num_allowed = min(max(self._num_allowed, wanted), self._num_candidates)
+
+
+_LOOKS = 256
+"""Of the groups that were judged behind the first verdict that is missing, one in so many is news that is worth a look."""
+
+
+@final
+class Coming:
+    """The groups of a refill, as it becomes certain that its result has them, and in which stretch of it.
+
+    Between the first verdict that is missing and a kept group any number may still be kept: that is what its place in the result, and so
+    its stretch, hangs on.
+
+    Args:
+        part: groups in a stretch, as in a mini-batch; None: all are one.
+        in_order: give no group before an earlier one, so only those before the first missing verdict.
+
+    >>> refill = Refill(num_candidates=9, count=4)
+    >>> for position in (0, 2, 3, 4): refill.judge(position, True)
+    >>> [Coming(refill, part, in_order=in_order).more() for part, in_order in ((2, True), (2, False), (None, False))]
+    [[(0, 0)], [(0, 0), (3, 1)], [(0, 0), (2, 0), (3, 0)]]
+    """
+
+    def __init__(self, refill: Refill, part: int | None = None, *, in_order: bool = False) -> None:
+        self._refill = refill
+        self._part = part or refill.count
+        self._in_order = in_order
+        self._start = self._num_judged = 0
+        self._given: set[int] = set()
+
+    def rows_of(self, position: int, candidates: list[int]) -> list[int]:
+        """The rows of a group among those of all prompts that the refill may draw."""
+        n = len(candidates) // self._refill._num_candidates
+        return candidates[position * n : position * n + n]
+
+    def more(self, *, is_all: bool = False) -> list[tuple[int, int]]:
+        """Find what has become certain since this was last asked: (position, number of the stretch), in order.
+
+        To look costs as much as groups were judged behind the first verdict that is missing. Where these are many, what is certain is found
+        some verdicts later, so that a refill of thousands is looked through some hundreds of times.
+
+        Args:
+            is_all: the refill has ended.
+        """
+        num_judged = len(self._refill._verdicts)
+        if not is_all and num_judged - self._num_judged < (num_judged - self._refill._settled) // _LOOKS:
+            return []
+        self._num_judged = num_judged
+        found = [(position, stretch) for position, stretch in self._sure() if position not in self._given]
+        self._given.update(position for position, _ in found)
+        self._start = self._refill._settled
+        return found
+
+    def _sure(self) -> Iterator[tuple[int, int]]:
+        """Look through what was judged from the last start on for groups that are certain, given before or not."""
+        refill = self._refill
+        least = most = bisect.bisect_left(refill._kept, self._start)
+        for position in range(self._start, refill._num_reached):
+            if most >= refill._count:
+                return
+            verdict = refill._verdicts.get(position)
+            is_placed = least == most if self._in_order else least // self._part == most // self._part
+            if verdict is True and is_placed:
+                yield position, least // self._part
+            least += verdict is True
+            most += verdict is not False
 
 
 def source_exhausted(call: Call, num_kept: int, num_candidates: int) -> DatasetError:

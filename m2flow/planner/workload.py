@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from m2flow.errors import SpecError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.refill import Refill
+from m2flow.macro.refill import Coming, Refill
 from m2flow.micro.lowering.passes import accumulation_unit, legal_stages
 from m2flow.micro.lowering.placement import is_apart
 from m2flow.micro.protocol.cost_terms import DRAWS_PER_GROUP, EngineId, FunctionCost
@@ -456,18 +456,17 @@ class Draw:
         longest, rng = np.tile(self.responses.max(axis=1), 2), np.random.default_rng(len(self.prompts))
 
         def judge(position: int, steps: float) -> int:
-            start = refill.num_settled
             refill.judge(position, bool(is_kept[position]))
-            given.update({sure: given.get(sure, steps) for sure, _ in refill.sure(self.num_kept, start)})
+            given.extend([steps] * len(coming.more()))
             return 0 if refill.end() else refill.num_allowed
 
         found, shares = 0.0, np.zeros(self.num_kept)
         for _ in range(_REFILLS):
             refill, is_kept = Refill(len(longest), self.num_kept), rng.random(len(longest)) < self.num_kept / len(self.prompts)
-            given: dict[int, float] = {}
+            coming, given = Coming(refill), list[float]()
             steps = judged_steps(longest, refill.num_allowed, judge)
             found += steps / _REFILLS
-            shares += np.sort([*given.values(), *[steps] * (self.num_kept - len(given))]) / max(steps, 1.0) / _REFILLS
+            shares += np.array(given + [steps] * (self.num_kept - len(given))) / max(steps, 1.0) / _REFILLS
         return found, shares
 
     def _decode_steps(self, slots: FloatArray) -> FloatArray:

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
-from m2flow.macro.refill import Refill, informative
+from m2flow.macro.refill import Coming, Refill, informative
 from m2flow.micro.protocol import messages as m
-from m2flow.micro.scheduler.call_state import Coming
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -154,21 +153,21 @@ def test_a_group_is_given_as_soon_as_no_verdict_to_come_can_change_its_minibatch
     for _ in range(60):
         num, count, size = rng.randint(2, 8), rng.randint(1, 4), rng.randint(1, 3)
         verdicts = [rng.random() < 0.6 for _ in range(num)]
-        refill, coming, known, given = Refill(num, count), set[tuple[int, int]](), dict[int, bool](), set[tuple[int, int]]()
-        start = 0
+        refill, found, known, given = Refill(num, count), set[tuple[int, int]](), dict[int, bool](), set[tuple[int, int]]()
+        coming = Coming(refill, size)
         for position in rng.sample(range(num), num):
             refill.judge(position, verdicts[position])
             known[position] = verdicts[position]
-            coming |= set(refill.sure(size, start))
-            start, ends = refill.num_settled, list[set[tuple[int, int]]]()
+            found |= set(coming.more())
+            ends = list[set[tuple[int, int]]]()
             missing = [other for other in range(num) if other not in known]
             for said in itertools.product((True, False), repeat=len(missing)):
                 every = known | dict(zip(missing, said, strict=True))
                 kept = [other for other in range(num) if every[other]][:count]
                 ends.append({(other, place // size) for place, other in enumerate(kept)})
             given = {(other, part) for other, part in set.intersection(*ends) if other in known}
-            assert coming == given
-        assert {other for other, _ in coming} == set([other for other in range(num) if verdicts[other]][:count])
+            assert found == given
+        assert {other for other, _ in found} == set([other for other in range(num) if verdicts[other]][:count])
 
 
 def raises_on_the_first_and_on_later_ones(sample: Sample) -> float:
@@ -203,20 +202,20 @@ def test_a_call_on_what_an_unfinished_refill_gives_fails_with_its_earliest_sampl
 @pytest.mark.parametrize(("size", "in_order"), [(None, False), (16, False), (16, True)])
 def test_a_refill_of_thousands_is_looked_through_some_hundreds_of_times_and_gives_all(size, in_order, monkeypatch):
     looks: list[int] = []
-    sure = Refill.sure
+    sure = Coming._sure
 
-    def noted(refill: Refill, size: int, start: int = 0):
-        looks.append(start)
-        return sure(refill, size, start)
+    def noted(coming: Coming):
+        looks.append(coming._start)
+        return sure(coming)
 
-    monkeypatch.setattr(Refill, "sure", noted)
+    monkeypatch.setattr(Coming, "_sure", noted)
     refill = Refill(num_candidates=6000, count=2000)
-    coming, given = Coming(refill, size, in_order=in_order), list[tuple[int, list[int]]]()
+    coming, given = Coming(refill, size, in_order=in_order), list[tuple[int, int]]()
     for position in [*range(1, 4001), 0]:
         refill.judge(position, position % 2 == 0)
-        given += coming.more(range(6000), is_all=refill.end() is not None)
-    assert sorted(row for _, rows in given for row in rows) == list(range(0, 4000, 2))
-    assert all(minibatch == rows[0] // 2 // (size or 2000) for minibatch, rows in given)
+        given += coming.more(is_all=refill.end() is not None)
+    assert sorted(position for position, _ in given) == list(range(0, 4000, 2))
+    assert all(minibatch == position // 2 // (size or 2000) for position, minibatch in given)
     assert len(looks) < 1200
 
 

@@ -32,13 +32,13 @@ from typing import NamedTuple, final
 from m2flow.errors import M2FlowError, OpError, RunInterrupted
 from m2flow.macro.graph import TWICE, Call
 from m2flow.macro.oversampling import carries, keeps_cache, num_wanted
-from m2flow.macro.refill import Refill, RefillEnd, source_exhausted
+from m2flow.macro.refill import Coming, Refill, RefillEnd, source_exhausted
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.events import CONTROLLER, Discarded, Dropped, Forgotten, Reject, Resolve
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.worker_state import Lease, kind_of, stopped_at
 from m2flow.micro.scheduler.backpressure import Credits
-from m2flow.micro.scheduler.call_state import CallState, Coming, Group, progress_of
+from m2flow.micro.scheduler.call_state import CallState, Group, progress_of
 from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.scheduling_policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.state import SchedulerState
@@ -246,14 +246,18 @@ class CallLifecycle:
         Others wait for the refill's end: those that take all rows at once, and those on the devices of all of the refill's engines, which
         would have to leave these for each other.
         """
-        base = self._state.calls[call_state.bases[0]] if call_state.bases else None
-        if base is None or base.refill is None or base.result is not None or not (base.gives_refill and call_state.takes_groups):
+        if not self._state.refill_members or not call_state.bases:
+            return False
+        base = self._state.calls[call_state.bases[0]]
+        if base.refill is None or base.result is not None or not (base.gives_refill and call_state.takes_groups):
             return False
         draw_on = {lease for call in self._refills.generations(base.refill) for lease in self._leases_of(call)}
         if None not in draw_on and draw_on <= self._leases_of(call_state):
             return False
         call, in_order = call_state.call, call_state.is_update and self._state.deterministic
-        call_state.coming = Coming(base.refill, call.options["minibatch_size"] if call_state.is_update else None, in_order=in_order)
+        part = call.options["minibatch_size"] if call_state.is_update else None
+        assert part is None or isinstance(part, int)
+        call_state.coming = Coming(base.refill, part, in_order=in_order)
         call_state.prepare([], [])
         if call_state.is_update:
             call_state.update = progress_of(call, call_state.stage, (), by_identity=in_order, num_to_come=base.refill.count)
@@ -269,8 +273,9 @@ class CallLifecycle:
         """Give a call on a refill what has become certain, all of it if the refill has ended, and of that what is done."""
         coming = call_state.coming
         assert coming is not None
-        found = coming.more(self._state.calls[call_state.bases[0]].ids, is_all=is_all)
-        for minibatch, rows in found:
+        candidates, found = self._state.calls[call_state.bases[0]].ids, coming.more(is_all=is_all)
+        for position, minibatch in found:
+            rows = coming.rows_of(position, candidates)
             call_state.grow(rows)
             if call_state.update is not None:
                 call_state.update.grow(Group(group_key(rows[0]), tuple(rows)), minibatch)
@@ -291,7 +296,7 @@ class CallLifecycle:
     def _all_came(self, call_state: CallState) -> None:
         """Take in that the refill of a call's rows has ended with a result."""
         self._grow(call_state, is_all=True)
-        call_state.is_all_known()
+        call_state.close()
         if call_state.users and call_state.result is not None:
             self._prepare_consumers(call_state)
         if call_state.failure is not None and call_state.is_update:

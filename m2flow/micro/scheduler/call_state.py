@@ -33,7 +33,7 @@ from typing import NamedTuple, final
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.oversampling import is_cut
-from m2flow.macro.refill import Refill
+from m2flow.macro.refill import Coming, Refill
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.plan import Stage
 from m2flow.micro.protocol.staleness import ANY_VERSION
@@ -344,48 +344,6 @@ def progress_of(
     return UpdateProgress(
         groups, minibatch_size=size, epochs=epochs, token_budget=stage.token_budget, by_identity=by_identity, num_to_come=num_to_come
     )
-
-
-_LOOKS = 256
-"""Of the groups that were judged behind the first verdict that is missing, one in so many is news that is worth a look."""
-
-
-@final
-class Coming:
-    """The rows of a refill that has not ended, as it becomes certain that it gives them."""
-
-    def __init__(self, refill: Refill, part: object = None, *, in_order: bool = False) -> None:
-        """
-        Args:
-            part: groups in a mini-batch; None: all are one. A group is given once it is known in which it is.
-            in_order: give no group before an earlier one.
-        """
-        self._refill = refill
-        self._part = part if isinstance(part, int) else refill.count
-        self._stretch = 1 if in_order else self._part
-        self._start = 0
-        self._num_judged = 0
-        self._given: set[int] = set()
-
-    def more(self, candidates: Sequence[int], *, is_all: bool = False) -> list[tuple[int, list[int]]]:
-        """Find what has become certain since this was last asked: (number of the mini-batch, rows of a group).
-
-        To look costs as much as groups were judged behind the first verdict that is missing. Where these are many, what is certain is found
-        some verdicts later, so that a refill of thousands is looked through some hundreds of times.
-
-        Args:
-            candidates: rows of all prompts that the refill may draw.
-            is_all: the refill has ended.
-        """
-        num_judged = self._refill.num_judged
-        if not is_all and num_judged - self._num_judged < (num_judged - self._refill.num_settled) // _LOOKS:
-            return []
-        self._num_judged = num_judged
-        n = len(candidates) // max(self._refill.num_candidates, 1)
-        found = [(at, stretch) for at, stretch in self._refill.sure(self._stretch, self._start) if at not in self._given]
-        self._given.update(at for at, _ in found)
-        self._start = self._refill.num_settled
-        return [(stretch * self._stretch // self._part, list(candidates[at * n : at * n + n])) for at, stretch in found]
 
 
 @dataclass(eq=False)
@@ -763,6 +721,13 @@ class CallState:
             return
         self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
 
+    @property
+    def _waits_in_units(self) -> bool:
+        """Whether rows wait until all of their unit have come, of all inputs, or to be packed; else each is ready when it comes."""
+        is_by_sample = self.stage.unit == "sample" and not self.is_update
+        has_one_input = self.is_union or len(self.aligned_inputs) == 1
+        return not (is_by_sample and has_one_input) or self.call.engine == "train"
+
     def _unit_of(self, row: int) -> int:
         if self.is_update or self.stage.unit == "group":
             return row if self.is_ungrouped else group_key(row)
@@ -796,7 +761,7 @@ class CallState:
         if self.stage.unit == "sample" and not self.is_update:
             self._unit_by_row = dict(zip(ids, ids, strict=True))
             self.missing = {}
-            if num_inputs > 1 or self.call.engine == "train":  # Otherwise each row is ready when it comes.
+            if self._waits_in_units:
                 self.units = {row: (row,) for row in ids}
                 self.missing = dict.fromkeys(ids, num_inputs)
             return
@@ -817,13 +782,13 @@ class CallState:
         for row in rows:
             bisect.insort(self.ids, row)
             unit = self._unit_by_row[row] = self._unit_of(row)
-            if self.stage.unit != "sample" or self.is_update or len(self.aligned_inputs) > 1 or self.call.engine == "train":
+            if self._waits_in_units:
                 self.units[unit] = (*self.units.get(unit, ()), row)
                 self.missing[unit] = self.missing.get(unit, 0) + len(self.aligned_inputs)
         if self.failure is not None and self._unsettled is not None:
             self._unsettled.update(row for row in rows if row < self.failure[0])
 
-    def is_all_known(self) -> None:
+    def close(self) -> None:
         """Note that no more rows come."""
         self.coming = None
         if not self.drops:
