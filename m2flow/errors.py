@@ -325,7 +325,7 @@ def _refusal(error: BaseException) -> int | None:
     if isinstance(error, M2FlowError):
         return None
     if isinstance(error, sqlite3.Error):
-        return _SQLITE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+        return _SQLITE.get(sqlite_code(error))
     if isinstance(error, OSError) and error.errno is not None:
         is_told = error.errno in _REFUSALS and (error.errno not in _NAMELESS or error.filename is not None)
         return error.errno if is_told else None
@@ -380,6 +380,12 @@ def unexpected(call: str, error: Exception) -> M2FlowError:
         now = "Mend it there. The suites of `m2flow.testing` check an engine against its contract (docs/guide/writing-engines.md)."
         return EngineError(f"{call} raised {error!r}", now=now, remote=remote)
     return InternalError(f"{call}: {error!r}", remote=remote)
+
+
+def sqlite_code(error: BaseException) -> int:
+    """The primary result code of an error of SQLite's (`sqlite3.SQLITE_FULL` and others); 0: it has none."""
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF
 
 
 def is_compiled(filename: str) -> bool:

@@ -48,7 +48,7 @@ from typing import final
 import msgspec
 
 from m2flow.engines.registry import capabilities_of
-from m2flow.errors import EngineError, M2FlowError, OptionError, SpecError, host_error
+from m2flow.errors import EngineError, M2FlowError, OptionError, SpecError, host_error, sqlite_code
 from m2flow.micro.protocol.plan import Plan
 from m2flow.recipe import Model, in_cache, is_of_hub
 from m2flow.spec import ClusterSpec, RunSettings
@@ -72,7 +72,7 @@ def open_ledger(run_dir: Path) -> sqlite3.Connection:
         db.execute("SELECT 1 FROM sqlite_master LIMIT 1")
     except sqlite3.Error as error:
         log = ledger.with_name(f"{_LEDGER}-wal")
-        may_not = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        may_not = sqlite_code(error) in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
         if not may_not or (log.exists() and log.stat().st_size):
             return db  # What is asked of it next meets the same.
         db.close()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 import msgspec
 import numpy as np
 
-from m2flow.errors import EngineError, OptionError, SpecError
+from m2flow.errors import EngineError, OptionError, SpecError, sqlite_code
 from m2flow.micro.records.accounting import moves
 from m2flow.micro.records.ledger import add_endings
 from m2flow.micro.records.rundir import open_ledger
@@ -572,7 +572,7 @@ class SampleQuery:
         try:
             return self._db.execute(statement, values).fetchall()
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+            if sqlite_code(error) in _DAMAGED:
                 raise SpecError(f"can't read {self._run_dir / 'ledger.db'}: {error}", now=_UNREADABLE) from None
             raise OptionError(
                 f"the condition can't be used: {error}",
